@@ -1,0 +1,1 @@
+"""Calibration: data in, statistics out."""

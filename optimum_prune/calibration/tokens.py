@@ -1,0 +1,138 @@
+"""Texts and token lists -> samples of checked token ids, one after the other."""
+
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
+
+from optimum_prune.errors import CalibrationError
+
+PIECE = 1 << 15  # characters of a text that are tokenised as one string
+CHUNK = 1 << 18  # characters that are tokenised in one call
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of token ids the live model has embeddings for; its config may say less or more."""
+    return len(model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+
+
+def windows(
+    texts: Iterable[str | None],
+    tokenizer: PreTrainedTokenizerBase | None,
+    seq_len: int,
+    vocab_size: int,
+    seen: Counter[str],
+) -> Iterator[Tensor]:
+    """Tokenise texts, join them by the end-of-sequence token, and cut the line of tokens into windows.
+
+    Works through the texts as windows are asked for. Empty and blank texts are left out.
+
+    Args:
+        texts: of any length; None counts as empty.
+        tokenizer: no special tokens are asked of it.
+        seq_len: tokens per window.
+        vocab_size: token ids of the model.
+        seen: counts the `texts` that were read and the `blank` ones.
+
+    Yields:
+        `(seq_len,) int64`; the last one may be shorter.
+
+    Raises:
+        CalibrationError: there is no tokenizer, or it is another model's.
+    """
+    if tokenizer is None:
+        raise CalibrationError(
+            "Texts need a tokenizer: pass one (AutoTokenizer.from_pretrained), or give lists of token ids."
+        )
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rest = torch.empty(0, dtype=torch.int64)
+    with tqdm(desc="Tokenizing", unit="tok", unit_scale=True, delay=2) as bar:
+        for chunk in _chunks(texts, seen):
+            pieces = [piece for _, piece in chunk]
+            # Not verbose: it would warn of texts longer than the context, and these are cut here.
+            encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
+            ids: list[int] = []
+            for (follows_text, _), piece in zip(chunk, encoded, strict=True):
+                ids += separator + piece if follows_text else piece
+            bar.update(len(ids))
+            checked = _checked(ids, vocab_size, "The text, tokenised (by this model's tokenizer?),")
+            *full, rest = torch.cat([rest, checked]).split(seq_len)
+            yield from full
+    if len(rest):
+        yield rest
+
+
+def token_lists(lists: Iterable[Any], seq_len: int, vocab_size: int, seen: Counter[str]) -> Iterator[Tensor]:
+    """Take lists of token ids as samples, as they are.
+
+    Args:
+        lists: lists or tensors of integers; empty ones are left out.
+        seq_len: longer lists lose what is beyond it.
+        vocab_size: token ids of the model.
+        seen: counts the `empty` and the `long` lists.
+
+    Yields:
+        `(T,) int64`, `1 <= T <= seq_len`.
+
+    Raises:
+        CalibrationError: something else than lists of the model's token ids.
+    """
+    for i, ids in enumerate(lists):
+        sample = _checked(ids, vocab_size, f"Sample {i}")
+        seen["empty"] += len(sample) == 0
+        seen["long"] += len(sample) > seq_len
+        if len(sample):
+            yield sample[:seq_len]
+
+
+def _chunks(texts: Iterable[str | None], seen: Counter[str]) -> Iterator[list[tuple[bool, str]]]:
+    """Yield lists of pieces of text, each with whether a new text begins there behind another one."""
+    chunk, size = [], 0
+    for text in texts:
+        if text is None or not text.strip():
+            seen["blank"] += 1
+            continue
+        begins_behind_another = seen["texts"] > 0
+        seen["texts"] += 1
+        for piece in _pieces(text):
+            chunk.append((begins_behind_another, piece))
+            begins_behind_another = False
+            size += len(piece)
+            if size >= CHUNK:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text before spaces: byte-level tokenizers cut there too, so their tokens stay the same."""
+    start = 0
+    while len(text) - start > PIECE:
+        space = text.rfind(" ", start + 1, start + PIECE)
+        end = space if space > 0 else start + PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _checked(ids: Any, vocab_size: int, what: str) -> Tensor:
+    try:
+        tensor = torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:  # None, strings, ragged lists, more than 64 bits
+        raise CalibrationError(f"{what} is no list of token ids: {error}.") from error
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.int64)
+    if tensor.dim() != 1 or tensor.is_floating_point():
+        raise CalibrationError(f"{what} must be a flat list of integers, got {reprlib.repr(ids)}.")
+    outside = tensor[(tensor < 0) | (tensor >= vocab_size)]
+    if len(outside):
+        raise CalibrationError(
+            f"{what} holds token id {outside[0]}; the model's token ids are 0 to {vocab_size - 1}."
+        )
+    return tensor.long()

@@ -1,0 +1,182 @@
+"""The model card of a pruned checkpoint: what was asked, what was achieved, and measured numbers only."""
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+from optimum_prune import registry
+from optimum_prune.config import IN_MEMORY
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
+from optimum_prune.report import PruningReport, describe_data, is_hub_id, public
+
+logger = logging.getLogger(__name__)
+
+INHERITED = ("license", "license_name", "license_link", "language", "datasets")
+"""Metadata of a base model's card that is as true of the pruned model."""
+TIMEOUT = 5.0
+"""Seconds that the Hub is given to answer."""
+
+
+def model_card(
+    report: PruningReport,
+    *,
+    evaluations: Mapping[str, Evaluation],
+    layout: str,
+    file_bytes: int | None = None,
+    card_data: Mapping[str, Any] | None = None,
+) -> ModelCard:
+    """Write the card of a pruned model.
+
+    Args:
+        report: of the run.
+        evaluations: what was measured, by `"dense"` and `"pruned"`; sections without numbers are left out.
+        layout: as which the checkpoint is written: `"stock"` or `"compact"`.
+        file_bytes: size of the weight files.
+        card_data: metadata that is known otherwise, e.g. from `inherited_metadata`; lists are added to ours.
+    """
+    given = dict(card_data or {})
+    base_model = given.get("base_model") or report.hub_base_model
+    scorer = report.config["scorer"]
+    name = f"{(base_model or report.model_type).split('/')[-1]}-{scorer}{100 * report.asked:.0f}"
+    dense, pruned = evaluations.get("dense"), evaluations.get("pruned")
+    calibration = _dataset(report.calibration["source"])[0] if report.calibration else None
+    metadata = {
+        "base_model": base_model,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        **given,
+        "tags": _merge(given.get("tags"), ["pruned", "optimum_prune", scorer, report.config["pattern"]]),
+        "datasets": _merge(given.get("datasets"), [calibration] if calibration else []) or None,
+    }
+    if results := _eval_results(pruned):
+        metadata |= {"model_name": name, "eval_results": results}
+    return ModelCard.from_template(
+        ModelCardData(**metadata),
+        template_path=str(Path(__file__).with_name("card.md")),
+        name=name,
+        base_model=base_model,
+        report=report,
+        units=_unit_rows(report),
+        layers=_layer_rows(report),
+        calibration_data=report.calibration and describe_data(public(report.calibration)),
+        in_memory=bool(report.calibration) and report.calibration["source"].startswith(IN_MEMORY),
+        recipe=yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True).strip(),
+        reference=_reference(scorer),
+        layout=layout,
+        file_size=None if file_bytes is None else megabytes(file_bytes),
+        pruned=pruned,
+        measured=pruned and _measured_rows(dense, pruned),
+        measured_data=pruned and describe_data(public(pruned.data)),
+    )
+
+
+def inherited_metadata(name_or_path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Read licence, language and data sets from the card of a base model.
+
+    Args:
+        name_or_path: a local directory, or a Hub id: its card is looked for in the cache, then on the Hub
+            (unless `HF_HUB_OFFLINE` is set).
+
+    Returns:
+        What there is of `INHERITED`; nothing where the card cannot be read, as no save should fail for it.
+    """
+    if not name_or_path:
+        return {}
+    name = os.fspath(name_or_path)
+    try:
+        data = ModelCard(_read_card(name), ignore_metadata_errors=True).data.to_dict()
+        found = {key: data[key] for key in INHERITED if data.get(key)}
+        if "://" not in found.get("license_link", "://"):  # a file beside that card, which is not beside ours
+            link = found.pop("license_link")
+            if not os.path.exists(name):
+                found["license_link"] = hf_hub_url(name, link)
+    except (
+        Exception
+    ) as error:  # a network, a server and a stranger's YAML can fail in many ways, none worth a save
+        logger.info("No metadata is inherited from the card of %s: %s", name, error)
+        return {}
+    return found
+
+
+def _read_card(name: str) -> str:
+    if os.path.exists(name):
+        return (Path(name) / "README.md").read_text(encoding="utf-8-sig")
+    cached = try_to_load_from_cache(name, "README.md")
+    if isinstance(cached, str):
+        return Path(cached).read_text(encoding="utf-8-sig")
+    # Not hf_hub_download: without a network it tries again for 20 seconds.
+    response = get_session().get(hf_hub_url(name, "README.md"), headers=build_hf_headers(), timeout=TIMEOUT)
+    hf_raise_for_status(response)
+    return response.text
+
+
+def _eval_results(pruned: Evaluation | None) -> list[EvalResult]:
+    if pruned is None:
+        return []
+    dataset, config = _dataset(pruned.data["source"])
+    metrics = {
+        "perplexity": ("Perplexity", pruned.perplexity),
+        "kl_divergence": ("KL(dense || pruned), nats per token", pruned.kl),
+    }
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset or "text",
+            dataset_name=public(pruned.data)["source"],
+            dataset_config=config,
+            dataset_args={key: value for key, value in pruned.data.items() if key != "source"},
+            metric_type=metric,
+            metric_name=name,
+            metric_value=value,
+        )
+        for metric, (name, value) in metrics.items()
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def _dataset(source: str) -> tuple[str | None, str | None]:
+    """Split a source into a dataset's Hub id and configuration, both None where it is none of the Hub's."""
+    path, _, config = source.partition(":")
+    return (path, config or None) if is_hub_id(path) else (None, None)
+
+
+def _unit_rows(report: PruningReport) -> list[list[str]]:
+    rows = [["", "asked", "achieved", "units kept"]]
+    for unit, total in report.per_unit.items():
+        kept = f"{total['after']:,} of {total['before']:,}"
+        rows.append([f"`{unit}`", f"{total['asked']:.1%}", f"{total['achieved']:.1%}", kept])
+    return [*rows, ["all", f"{report.asked:.1%}", f"{report.achieved:.1%}", ""]]
+
+
+def _measured_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[str, ...]]:
+    rows = [("", "dense", "pruned", "ratio"), *comparison_rows(dense, pruned)]
+    return rows if dense else [(label, value) for label, _, value, _ in rows]
+
+
+def _layer_rows(report: PruningReport) -> list[list[str]]:
+    """Return a heading, and a row for every layer: its path, and how many units of each kind it kept."""
+    rows = [["layer", *report.per_unit]]
+    for (stack, layer), counts in report.per_layer.items():
+        cells = [counts.get(unit) for unit in report.per_unit]
+        rows.append([f"{stack}.{layer}", *(f"{cell[0]} of {cell[1]}" if cell else "" for cell in cells)])
+    return rows
+
+
+def _reference(scorer: str) -> str | None:
+    try:
+        return getattr(registry.load("scorers", scorer), "reference", None)
+    except InvalidConfig:  # another package's scorer, which is not installed where the card is written
+        return None
+
+
+def _merge(given: str | Iterable[str] | None, ours: Iterable[str]) -> list[str]:
+    given = [given] if isinstance(given, str) else given or []
+    return list(dict.fromkeys([*given, *ours]))

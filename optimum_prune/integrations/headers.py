@@ -1,0 +1,78 @@
+"""Comparison of what a config promises with what safetensors files hold, from their headers alone."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from optimum_prune.binding import adapter_for, stacks
+from optimum_prune.errors import CheckpointError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_blocks(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
+    """Compare the blocks of a skeleton with the files it is about to be loaded from.
+
+    Only the stacks are compared: a head may be missing (`AutoModel`) or new (sequence classification), and transformers
+    reports those itself. A block that would be newly initialised is an error here.
+
+    Raises:
+        CheckpointError: names the first tensor that differs.
+    """
+    files = [file for file in map(Path, files) if file.suffix == ".safetensors"]
+    if not files:  # an old-style .bin checkpoint has no header to read; a mismatch is then transformers' error
+        return
+    prefix = model.base_model_prefix + "."
+    own = "" if model.base_model is model else prefix
+    paths = tuple(f"{path}." for path in stacks(model, adapter_for(model)))
+
+    def blocks(shapes: Shapes) -> Shapes:
+        # A model with a head may be loaded from a checkpoint without one, and the other way round.
+        named = {own + name.removeprefix(prefix): shape for name, shape in shapes.items()}
+        return {name: shape for name, shape in named.items() if name.startswith(paths)}
+
+    _compare(blocks(expected_shapes(model)), blocks(stored_shapes(files)))
+
+
+def check_all(skeleton: PreTrainedModel, files: Iterable[str | Path]) -> None:
+    """Compare every tensor of a skeleton with the files just written for it.
+
+    Raises:
+        CheckpointError: names the first tensor that differs.
+    """
+    _compare(expected_shapes(skeleton), stored_shapes(files))
+
+
+def expected_shapes(model: PreTrainedModel) -> Shapes:
+    """Shapes that a checkpoint of `model` holds, under the names on disk; a tied tensor counts once."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied and name not in ignored}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+
+
+def stored_shapes(files: Iterable[str | Path]) -> Shapes:
+    """Shapes in the headers of safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _compare(expected: Shapes, stored: Shapes) -> None:
+    differing = [name for name in sorted(expected.keys() | stored.keys()) if expected.get(name) != stored.get(name)]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"config.json says {name} is {_say(expected.get(name))}, but in the checkpoint it is "
+            f"{_say(stored.get(name))} ({len(differing)} of {len(expected)} tensors differ). The config and the weights "
+            "do not belong together."
+        )
+
+
+def _say(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

@@ -1,0 +1,87 @@
+"""Write a pruned model so that it loads again: `stock` where plain transformers can say the result, else `compact`."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedModel
+
+from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
+from optimum_prune.integrations.directories import replacing
+from optimum_prune.integrations.headers import check_all
+from optimum_prune.sizes import block_method, build_skeleton, describe_, resize_, why_not_stock
+
+LAYOUTS = ("auto", "stock", "compact")
+_SHARD = r"(\.\w+)?(-\d{5}-of-\d{5})?"
+# A report would speak of other weights; files that transformers never reads are not ours to remove.
+_STALE = re.compile(
+    rf"(model{_SHARD}\.safetensors|pytorch_model{_SHARD}\.bin)(\.index(\.\w+)?\.json)?|pruning_report\.json"
+)
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    layout: str = "auto",
+    verify: bool = True,
+    companions: Callable[[Path, str, int], None] = lambda folder, layout, weight_bytes: None,
+    **kwargs: Any,
+) -> str:
+    """Write a checkpoint, whole or not at all.
+
+    Args:
+        model: its config is made truthful first.
+        directory: an old checkpoint there is replaced in one step; other files there stay.
+        layout: `"auto"`, `"stock"` or `"compact"`. A result that the plain config can say is written as `stock` in any
+            case but an explicit refusal: there is nothing that compact would add.
+        verify: compare what was written with the skeleton that its own config builds; a mismatch leaves nothing behind.
+        companions: writes what goes along (tokenizer, report, card), given the folder, the layout and the weights' bytes.
+        kwargs: for transformers' `save_pretrained`, e.g. `max_shard_size`.
+
+    Returns:
+        The layout written.
+
+    Raises:
+        InvalidConfig: an unknown layout, or `stock` for what no plain config can say.
+        CheckpointError: it cannot be written there, or would not load again.
+    """
+    if layout not in LAYOUTS:
+        raise InvalidConfig(unknown("layout", layout, LAYOUTS))
+    written = describe_(model)
+    if layout == "stock" and written != "stock":
+        raise InvalidConfig(
+            f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune with "
+            "allocation='uniform'."
+        )
+    with replacing(Path(directory), stale=lambda name: bool(_STALE.fullmatch(name))) as folder:
+        try:
+            model.save_pretrained(folder, **kwargs)
+            weights = sorted(folder.glob("*.safetensors"))
+            if verify:
+                verify_checkpoint(type(model), folder)
+            companions(folder, written, sum(file.stat().st_size for file in weights))
+        except PruningError:
+            raise
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"Saving to {directory} failed, and nothing was changed there: {error}") from error
+    return written
+
+
+def verify_checkpoint(model_class: type[PreTrainedModel], folder: Path) -> None:
+    """Build the skeleton that the written config describes, and compare it with the headers of the written weights.
+
+    Raises:
+        CheckpointError: names the tensor that would not load.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    method = block_method(config)
+    try:
+        skeleton = build_skeleton(model_class, config)
+    except Exception as error:  # whatever the class says, it is what a user would meet when loading
+        raise CheckpointError(f"The config as written builds no {model_class.__name__}: {error}") from error
+    if method is not None:
+        resize_(skeleton)
+    check_all(skeleton, sorted(folder.glob("*.safetensors")))

@@ -1,0 +1,129 @@
+"""Measured latency of `generate`: prefill, and decoding per token."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.measurements import Latency, Spread
+
+
+def measure_latency(
+    models: Mapping[str, PreTrainedModel],
+    prefill_tokens: int = 128,
+    decode_tokens: int = 32,
+    repeats: int = 5,
+    batch_size: int = 1,
+) -> dict[str, Latency]:
+    """Measure prefill and decoding of several models, interleaved: A B A B, so that a busy minute hits all.
+
+    The first round is a warm-up. The prompt is random and the same for all; generation is greedy, and no
+    end-of-sequence token ends it.
+
+    Args:
+        models: name -> model; left as they were.
+        prefill_tokens: length of the prompt; shortened to what the models' context holds, as the result says.
+        decode_tokens: new tokens, at least 2; shortened likewise.
+        repeats: rounds that count.
+        batch_size: sequences at a time.
+
+    Returns:
+        Name -> `Latency`.
+
+    Raises:
+        InvalidConfig: a number is too small to measure anything.
+    """
+    asked = {
+        "prefill_tokens": prefill_tokens,
+        "decode_tokens": decode_tokens,
+        "repeats": repeats,
+        "batch_size": batch_size,
+    }
+    for name, value in asked.items():
+        least = 2 if name == "decode_tokens" else 1
+        if value < least:
+            raise InvalidConfig(f"{name} must be >= {least}, got {value}.")
+    prefill_tokens, decode_tokens = _fit(models, prefill_tokens, decode_tokens)
+    prompt = _prompt(models, batch_size, prefill_tokens)
+    prefill: dict[str, list[float]] = {name: [] for name in models}
+    decode: dict[str, list[float]] = {name: [] for name in models}
+    with evaluating(*models.values()), _quiet():
+        for repeat in logging.tqdm(range(repeats + 1), desc="Latency", unit="round"):
+            for name, model in models.items():
+                first = _milliseconds(model, prompt, 1)
+                whole = _milliseconds(model, prompt, decode_tokens)
+                if repeat > 0:
+                    prefill[name].append(first)
+                    decode[name].append((whole - first) / (decode_tokens - 1))
+    settings = prefill_tokens, decode_tokens, batch_size, repeats
+    return {name: Latency(Spread.of(prefill[name]), Spread.of(decode[name]), *settings) for name in models}
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients, for a while; every module gets its own mode back."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _fit(models: Mapping[str, PreTrainedModel], prefill_tokens: int, decode_tokens: int) -> tuple[int, int]:
+    """Shorten both lengths to the smallest context of the models; T5 has none."""
+    contexts = [
+        config.max_position_embeddings
+        for model in models.values()
+        if hasattr(config := model.config.get_text_config(), "max_position_embeddings")
+    ]
+    context = min(contexts, default=prefill_tokens + decode_tokens)
+    decode_tokens = min(decode_tokens, context // 2)
+    return min(prefill_tokens, context - decode_tokens), decode_tokens
+
+
+def _prompt(models: Mapping[str, PreTrainedModel], batch_size: int, length: int) -> Tensor:
+    vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
+    generator = torch.Generator().manual_seed(0)  # the global one is the user's
+    return torch.randint(vocabulary, (batch_size, length), generator=generator)
+
+
+def _milliseconds(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> float:
+    prompt = prompt.to(model.device)
+    mask = torch.ones_like(prompt)
+    _synchronize(model.device)
+    start = perf_counter()
+    model.generate(  # pyright: ignore[reportCallIssue]
+        input_ids=prompt,
+        attention_mask=mask,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+    )
+    _synchronize(model.device)
+    return 1000 * (perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from commenting on every `generate`, e.g. on sampling settings that are not used."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,151 @@
+"""Measurements as data, and the table that sets a pruned model beside its dense one."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import median
+from typing import Any
+
+from optimum_prune.report import align, describe_data
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of repeated measurements."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Summarise values."""
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Measured latency of one model.
+
+    Attributes:
+        prefill_ms: milliseconds of `generate` with one new token.
+        decode_ms_per_token: milliseconds of each further step of `generate`, for one token of every sequence.
+        prefill_tokens: length of the prompt.
+        decode_tokens: new tokens.
+        batch_size: sequences at a time.
+        repeats: measurements of each kind, the warm-up not counted.
+    """
+
+    prefill_ms: Spread
+    decode_ms_per_token: Spread
+    prefill_tokens: int
+    decode_tokens: int
+    batch_size: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measurements of one model; `str()` is a table.
+
+    Attributes:
+        perplexity: `exp(mean negative log-likelihood)` over the predicted tokens.
+        kl: `KL(dense || this)` in nats, mean over the same tokens; None where it was not measured.
+        tokens: predicted tokens: all but the first of every sequence.
+        sequences: sequences of the evaluation data.
+        parameters: parameters, tied ones counted once.
+        weight_bytes: bytes of the distinct tensors of the state dict, as safetensors stores them.
+        device: `"cpu"`, or the model of the GPU.
+        threads: CPU threads.
+        dtype: of the weights.
+        data: `CalibrationData.to_dict()` of the evaluation data.
+        prefill_ms: median; this and the rest are None until latency is measured.
+        decode_ms_per_token: median.
+        prefill_tokens: length of the prompt that was timed.
+        decode_tokens: new tokens that were timed.
+    """
+
+    perplexity: float
+    kl: float | None
+    tokens: int
+    sequences: int
+    parameters: int
+    weight_bytes: int
+    device: str
+    threads: int
+    dtype: str
+    data: dict[str, Any]
+    prefill_ms: float | None = None
+    decode_ms_per_token: float | None = None
+    prefill_tokens: int | None = None
+    decode_tokens: int | None = None
+
+    @property
+    def machine(self) -> str:
+        """Where it was measured, in general words."""
+        return f"{self.device}, {self.dtype}, CPU threads: {self.threads}"
+
+    def timed(self, latency: Latency) -> "Evaluation":
+        """Return the same with the medians of a latency measurement."""
+        return replace(
+            self,
+            prefill_ms=latency.prefill_ms.median,
+            decode_ms_per_token=latency.decode_ms_per_token.median,
+            prefill_tokens=latency.prefill_tokens,
+            decode_tokens=latency.decode_tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Evaluation":
+        """Read what `to_dict` returned."""
+        return cls(**{option.name: data[option.name] for option in fields(cls)})
+
+    def __str__(self) -> str:
+        return comparison(None, self)
+
+
+def comparison(dense: Evaluation | None, pruned: Evaluation) -> str:
+    """Lay out the measurements of a pruned model, beside those of its dense one where they are given."""
+    heading = ("", "dense", "pruned", "ratio")
+    rows = [heading, *comparison_rows(dense, pruned)]
+    if dense is None:
+        rows = [(label, value) for label, _, value, _ in rows[1:]]
+    return "\n".join([*align(rows), f"measured on {describe_data(pruned.data)}; {pruned.machine}"])
+
+
+def comparison_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[str, str, str, str]]:
+    """Return `(label, dense, pruned, ratio)` of all that was measured; `""` where there is no such number.
+
+    There is a ratio only of what was measured alike: on the same data, or on the same machine and lengths.
+    """
+    same_data = dense is not None and dense.data == pruned.data
+    same_run = dense is not None and _run(dense) == _run(pruned)
+    rows = []
+    for label, name, text, alike in (
+        ("perplexity", "perplexity", _short, same_data),
+        ("KL(dense || pruned)", "kl", "{:.4f}".format, same_data),
+        ("parameters", "parameters", "{:,}".format, True),
+        ("weights", "weight_bytes", megabytes, True),
+        (f"prefill of {pruned.prefill_tokens} tokens", "prefill_ms", "{:.1f} ms".format, same_run),
+        ("decoding, per token", "decode_ms_per_token", "{:.1f} ms".format, same_run),
+    ):
+        before, after = getattr(dense, name, None), getattr(pruned, name)
+        if after is not None:
+            ratio = f"{_short(after / before)}x" if before and alike else ""
+            rows.append((label, "" if before is None else text(before), text(after), ratio))
+    return rows
+
+
+def megabytes(count: float) -> str:
+    """Write a number of bytes in units of 10^6."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.2f}" if number < 1000 else f"{number:,.0f}"
+
+
+def _run(evaluation: Evaluation) -> tuple[object, ...]:
+    return evaluation.machine, evaluation.prefill_tokens, evaluation.decode_tokens

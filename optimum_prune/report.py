@@ -1,0 +1,252 @@
+"""What a run asked for and what it achieved: pure data, the same in JSON, printable as a table."""
+
+import hashlib
+import json
+import os
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+WIDTH = 100
+"""Columns that the printed table keeps within."""
+BAR = 10
+"""Columns of a bar."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One coupled group, before and after.
+
+    Attributes:
+        name: full module path, e.g. `model.layers.3.mlp`.
+        stack: module path of the stack of blocks, e.g. `model.layers`.
+        layer: index of the block in its stack.
+        unit: kind of unit, e.g. `"mlp_channel"`.
+        before: units before.
+        after: units after.
+        kept: sorted indices of the units kept.
+        weights_before: weights of the group before.
+        weights_after: weights of the group after.
+    """
+
+    name: str
+    stack: str
+    layer: int
+    unit: str
+    before: int
+    after: int
+    kept: list[int]
+    weights_before: int
+    weights_after: int
+
+
+@dataclass
+class PruningReport:
+    """What was asked, what was achieved, and what it takes to do it again; `str()` is a table.
+
+    Attributes:
+        config: `PruningConfig.to_dict()`.
+        model_type: as in the model's config.
+        asked: fraction of the targeted weights that should go.
+        asked_per_unit: the same per kind of unit, after gamma has spread it.
+        groups: the targeted groups.
+        parameters_before: parameters of the whole model, tied ones counted once.
+        parameters_after: the same, after.
+        allocation: the one used; never `"auto"`.
+        gamma: MLP sparsity over attention sparsity; None where the allocation has none.
+        calibration: `CalibrationData.to_dict()`; None where no data was used.
+        seconds: of the whole run.
+        versions: library -> version.
+        base_model: what the dense model was loaded from: a Hub id or a path.
+        base_revision: commit of the dense model, where it came from the Hub.
+        warnings: whatever the user should know, a sentence each.
+    """
+
+    config: dict[str, Any]
+    model_type: str
+    asked: float
+    asked_per_unit: dict[str, float]
+    groups: list[GroupReport]
+    parameters_before: int
+    parameters_after: int
+    allocation: str
+    gamma: float | None
+    calibration: dict[str, Any] | None
+    seconds: float
+    versions: dict[str, str]
+    base_model: str | None = None
+    base_revision: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def achieved(self) -> float:
+        """Fraction of the targeted weights that was removed."""
+        return _removed(self.groups)
+
+    @property
+    def per_unit(self) -> dict[str, dict[str, float]]:
+        """Per kind of unit: `asked` and `achieved` (fractions of its weights), units `before` and `after`."""
+        table = {}
+        for unit in dict.fromkeys(group.unit for group in self.groups):
+            groups = [group for group in self.groups if group.unit == unit]
+            table[unit] = {
+                "asked": self.asked_per_unit[unit],
+                "achieved": _removed(groups),
+                "before": sum(group.before for group in groups),
+                "after": sum(group.after for group in groups),
+            }
+        return table
+
+    @property
+    def per_layer(self) -> dict[tuple[str, int], dict[str, tuple[int, int]]]:
+        """`(stack, layer)` -> `{unit: (units after, units before)}`."""
+        table: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
+        for (
+            group
+        ) in self.groups:  # a block may have several groups of a kind, as T5's self- and cross-attention
+            counts = table.setdefault((group.stack, group.layer), {})
+            after, before = counts.get(group.unit, (0, 0))
+            counts[group.unit] = (after + group.after, before + group.before)
+        return table
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of config, data, versions and base revision: equal for runs that should give equal results."""
+        data = None if self.calibration is None else self.calibration["fingerprint"]
+        identity = json.dumps([self.config, data, self.versions, self.base_revision], sort_keys=True)
+        return f"sha256:{hashlib.sha256(identity.encode()).hexdigest()}"
+
+    @property
+    def hub_base_model(self) -> str | None:
+        """`base_model` if it is a Hub id. A path says nothing to others, so it is not published."""
+        return self.base_model if self.base_model and is_hub_id(self.base_model) else None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """`config` as it is published; see `public`."""
+        return self.config | {"calibration": public(self.config["calibration"])}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types. What can be derived is there too, for readers without this package."""
+        derived = {"achieved": self.achieved, "per_unit": self.per_unit, "fingerprint": self.fingerprint}
+        return {"version": VERSION} | asdict(self) | derived
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "PruningReport":
+        """Read what `to_dict` returned. What a newer version added is ignored, with a warning."""
+        if data["version"] > VERSION:
+            warnings.warn(
+                f"The report has version {data['version']}, newer than {VERSION}: what is new is ignored.",
+                stacklevel=2,
+            )
+        report = cls(**_known(cls, data))
+        report.groups = [GroupReport(**_known(GroupReport, group)) for group in data["groups"]]
+        return report
+
+    def record(self) -> dict[str, Any]:
+        """Return the short form that is kept in `config.json`."""
+        record = {
+            "version": VERSION,
+            "library": f"optimum_prune {self.versions['optimum_prune']}",
+            "base_model": self.hub_base_model,
+            "base_revision": self.base_revision,
+            "recipe": self.recipe,
+            "achieved": {
+                "parameters_before": self.parameters_before,
+                "parameters_after": self.parameters_after,
+                "sparsity": self.achieved,
+            },
+            "calibration": self.calibration
+            and {key: self.calibration[key] for key in ("fingerprint", "tokens")},
+            "fingerprint": self.fingerprint,
+        }
+        return {key: value for key, value in record.items() if value is not None}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` as a JSON file."""
+        # On one line: with a line for every kept index, a large model's report has hundreds of thousands.
+        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        """Return a table: what was asked and achieved, and what each layer kept."""
+        gamma = "" if self.gamma is None else f" {self.gamma:.3g}"
+        change = self.parameters_after / self.parameters_before - 1
+        lines = [
+            f"{self.config['pattern']}, {self.config['scorer']}, {self.allocation}{gamma}: "
+            f"asked {self.asked:.1%}, achieved {self.achieved:.1%} of the targeted weights",
+            *self._table(),
+            f"parameters {self.parameters_before:,} -> {self.parameters_after:,} ({change:+.1%})",
+            f"took {self.seconds:.1f} s",
+        ]
+        if self.calibration is not None:
+            lines.append(f"calibration: {describe_data(self.calibration)}")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(row for line in lines for row in _wrap(line))
+
+    def _table(self) -> list[str]:
+        units = self.per_unit
+        digits = {unit: len(str(total["before"])) for unit, total in units.items()}
+
+        def count(unit: str, after: float, before: float) -> str:
+            bar = "#" * int(BAR * after / before)  # rounded down: it is full only where nothing went
+            return f"{after:>{digits[unit]}}/{before:<{digits[unit]}} {bar:.<{BAR}}"
+
+        rows = [("layer", *units)]
+        for stack, layers in groupby(self.per_layer.items(), key=lambda item: item[0][0]):
+            rows.append((stack,))
+            for (_, layer), counts in layers:
+                rows.append(
+                    (str(layer), *(count(unit, *counts[unit]) if unit in counts else "" for unit in units))
+                )
+        rows.append(("all", *(count(unit, total["after"], total["before"]) for unit, total in units.items())))
+        for word in ("asked", "achieved"):
+            rows.append((word, *(f"{total[word]:.1%}" for total in units.values())))
+        return align(rows)
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell a Hub id (`namespace/name`) from a path: it names nothing here, and does not end like a file."""
+    return bool(_HUB_ID.fullmatch(name)) and Path(name).suffix not in _FILES and not os.path.exists(name)
+
+
+def public(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a description of data as it is published: of an absolute path in `source` only the last name."""
+    source = data["source"]
+    return data | {"source": Path(source).name if os.path.isabs(source) else source}
+
+
+def describe_data(data: dict[str, Any]) -> str:
+    """Word a `CalibrationData.to_dict()` in one line."""
+    return f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens"
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out rows of cells as lines; a row of one cell is a heading and widens no column."""
+    table = [row for row in rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    ]
+
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_FILES = {".csv", ".gguf", ".gz", ".json", ".jsonl", ".md", ".parquet", ".txt"}
+
+
+def _known(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    return {option.name: data[option.name] for option in fields(cls) if option.name in data}
+
+
+def _removed(groups: Sequence[GroupReport]) -> float:
+    return 1 - sum(group.weights_after for group in groups) / sum(group.weights_before for group in groups)
+
+
+def _wrap(line: str) -> list[str]:
+    return textwrap.wrap(line, WIDTH, subsequent_indent="  ") if len(line) > WIDTH else [line]

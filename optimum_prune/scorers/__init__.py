@@ -1,0 +1,1 @@
+"""Scores of weights, as pure functions of tensors: one file per scorer, found by its name."""

@@ -1,0 +1,70 @@
+"""What a scorer is: a pure function of tensors, plus the facts that decide where its scores mean something."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Objective = Callable[[Tensor, Tensor], Tensor]
+"""`(logits (B, T, V), mask (B, T) bool) -> ()`: summed over samples, larger means nothing; its gradient is the point."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a scorer may look at besides the weight.
+
+    Attributes:
+        gradient: `(d_out, d_in) float32`, of the scorer's objective, accumulated (signed) over all samples.
+        generator: seeded, for scorers that draw.
+    """
+
+    generator: torch.Generator
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A score of weights, larger = keep.
+
+    Attributes:
+        name: as in `PruningConfig.scorer`.
+        score: `(weight (d_out, d_in), Statistics) -> (d_out, d_in) float32`, never negative.
+        reference: authors, year, arXiv id, equation; says so where it is a reconstruction.
+        finish: applied to a unit's sum of scores over all its weights.
+        objective: what the gradient is of; None for scorers that need no data (then no calibration runs).
+        comparable: across what scores may be ranked: one `"row"`, one `"matrix"`, or the whole `"model"`.
+        allocation: what `allocation="auto"` means for this scorer.
+        seq_len: recommended calibration length in tokens; None leaves it to the model.
+    """
+
+    name: str
+    score: Callable[[Tensor, Statistics], Tensor]
+    reference: str
+    finish: Callable[[Tensor], Tensor] = lambda total: total
+    objective: Objective | None = None
+    comparable: Literal["row", "matrix", "model"] = "model"
+    allocation: Literal["uniform", "global", "gamma"] = "uniform"
+    seq_len: int | None = None
+
+
+def unit_scores(writers: Sequence[Tensor], readers: Sequence[Tensor], num_units: int) -> Tensor:
+    """Sum scores of weights into scores of units, over all linears of a coupled group.
+
+    Args:
+        writers: scores `(rows, d_in) float32`; the rows fall into `num_units` equal blocks.
+        readers: scores `(d_out, columns) float32`; the columns fall into `num_units` equal blocks.
+        num_units: units of the group.
+
+    Returns:
+        `(num_units,) float32`.
+    """
+    # One order of summation for every caller: streamed and whole-model gradients must give equal bits.
+    return sum(
+        (
+            *(score.sum(dim=1).view(num_units, -1).sum(dim=1) for score in writers),
+            *(score.sum(dim=0).view(num_units, -1).sum(dim=1) for score in readers),
+        ),
+        start=torch.zeros(num_units, device=writers[0].device),
+    )

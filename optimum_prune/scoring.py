@@ -1,0 +1,84 @@
+"""Scores of units on a live model: the bridge from pure scorers to bound groups."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from optimum_prune.binding import BoundGroup, adapter_for, stacks
+from optimum_prune.calibration.data import CalibrationData
+from optimum_prune.calibration.gradients import stream_gradients
+from optimum_prune.errors import UnsupportedModel
+from optimum_prune.scorers.base import Scorer, Statistics, unit_scores
+
+
+def score_groups(
+    model: PreTrainedModel,
+    groups: Sequence[BoundGroup],
+    scorer: Scorer,
+    *,
+    data: CalibrationData | None = None,
+    batch_size: int = 4,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Score the units of every group.
+
+    Args:
+        model: left as it was.
+        groups: bound groups of `model`.
+        scorer: its objective decides whether `data` is needed.
+        data: calibration samples; the scores do not depend on `batch_size` (but for the order of float additions).
+        batch_size: samples a forward.
+        seed: for scorers that draw.
+
+    Returns:
+        One `(num_units,) float32` CPU tensor per group; larger = keep.
+
+    Raises:
+        UnsupportedModel: a score is not finite; the group is named.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scores: dict[str, Tensor] = {}
+
+    def score(group: BoundGroup, gradients: Mapping[nn.Linear, Tensor]) -> None:
+        writers, readers = (
+            [scorer.score(linear.weight, Statistics(generator, gradients.get(linear))) for linear in linears]
+            for linears in (group.writers, group.readers)
+        )
+        total = scorer.finish(unit_scores(writers, readers, group.num_units)).cpu()
+        if not torch.isfinite(total).all():
+            raise UnsupportedModel(f"The {scorer.name} scores of {group.name} are not finite.")
+        scores[group.name] = total
+
+    if scorer.objective is None:
+        with torch.no_grad():
+            for group in groups:
+                score(group, {})
+    else:
+        assert data is not None, "the pruner loads calibration data for every scorer that has an objective"
+        batches = list(data.batches(batch_size, _pad_token(model)))
+        for path, blocks in stacks(model, adapter_for(model)).items():
+            members = [group for group in groups if group.stack == path]
+            linears = {
+                layer: [linear for group in members if group.layer == layer for linear in group.linears]
+                for layer in {group.layer for group in members}
+            }
+            if members:
+                stream_gradients(
+                    model,
+                    blocks,  # pyright: ignore[reportArgumentType]
+                    linears,
+                    batches,
+                    scorer.objective,
+                    lambda layer, gradients, members=members: [
+                        score(group, gradients) for group in members if group.layer == layer
+                    ],
+                )
+    return [scores[group.name] for group in groups]
+
+
+def _pad_token(model: PreTrainedModel) -> int:
+    # Any id will do: padding is masked in attention, and no statistic looks at it.
+    pad = model.config.get_text_config().pad_token_id
+    return 0 if pad is None else pad

@@ -1,0 +1,291 @@
+"""Block-streamed gradients: those of a plain backward to the bit, at the price of one block's."""
+
+import copy
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForSequenceClassification, LlamaModel
+
+from optimum_prune.calibration.data import CalibrationData
+from optimum_prune.calibration.gradients import HALF_SCALE, stream_gradients
+from optimum_prune.errors import UnsupportedModel
+from optimum_prune.scorers.ntk import SCORER as NTK
+from optimum_prune.scorers.ntk import objective as ntk
+from optimum_prune.scoring import score_groups
+from optimum_prune.binding import bind
+from tests.models import llama, mistral, tokens
+
+LENGTHS = (12, 5, 9, 12, 1)
+
+
+def loss(logits, mask):
+    """A second objective, of which padding is just a zero weight: next-token log-likelihood, summed over samples."""
+    targets = torch.arange(logits.shape[1], device=logits.device) % logits.shape[2]
+    return (logits.float().log_softmax(-1)[..., targets].diagonal(dim1=1, dim2=2) * mask).sum()
+
+
+def batches_of(batch_size, lengths=LENGTHS, pad=0) -> list[dict[str, torch.Tensor]]:
+    samples = [tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
+    return list(CalibrationData(samples, 12, "test").batches(batch_size, pad))
+
+
+def linears_of(model, layers=None) -> dict[int, list[nn.Linear]]:
+    blocks = dict(enumerate(model.model.layers))
+    return {i: [m for m in blocks[i].modules() if isinstance(m, nn.Linear)] for i in layers or blocks}
+
+
+def streamed(model, batches, objective=ntk, layers=None) -> dict[nn.Linear, torch.Tensor]:
+    gradients: dict[nn.Linear, torch.Tensor] = {}
+    order: list[int] = []
+
+    def reduce(index, of_block):
+        assert not torch.is_grad_enabled()
+        order.append(index)
+        gradients.update(of_block)
+
+    linears = linears_of(model, layers)
+    stream_gradients(model, model.model.layers, linears, batches, objective, reduce)
+    assert order == list(reversed(range(min(linears), len(model.model.layers))))
+    assert gradients.keys() == {linear for of_block in linears.values() for linear in of_block}
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    return gradients
+
+
+def plain(model, batches, objective=ntk, layers=None, scale=1.0) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
+    """The backward that everybody writes, per batch in float32."""
+    samples = sum(len(batch["input_ids"]) for batch in batches)
+    linears = [linear for of_block in linears_of(model, layers).values() for linear in of_block]
+    totals: list[torch.Tensor] = []
+    for batch in batches:
+        model.zero_grad()
+        logits = model(**batch, use_cache=False).logits
+        (objective(logits, batch["attention_mask"].bool()) * (scale / samples)).backward()
+        new = [linear.weight.grad.float() for linear in linears]
+        totals = [total + grad for total, grad in zip(totals, new, strict=True)] if totals else new
+    model.zero_grad()
+    return zip(linears, (total / scale for total in totals), strict=True)
+
+
+class TestEqualsAPlainBackward:
+    @pytest.mark.parametrize("objective", [ntk, loss])
+    @pytest.mark.parametrize("batch_size", [1, 2, 5])
+    @pytest.mark.parametrize("build", [llama, mistral])
+    def test_in_float32(self, build, batch_size, objective):
+        model, batches = build(attention_dropout=0.5), batches_of(batch_size)
+        got = streamed(model.train(), batches, objective)  # dropout is switched off for it
+        for linear, expected in plain(model.eval(), batches, objective):
+            assert expected.abs().max() > 0
+            assert torch.equal(got[linear], expected)
+
+    @pytest.mark.parametrize("variant", [{"tie_word_embeddings": True, "mlp_bias": True}, {"num_key_value_heads": 1}], ids=str)
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_other_shapes(self, variant, attention):
+        model, batches = llama(attn_implementation=attention, **variant), batches_of(2)
+        got = streamed(model, batches)
+        assert all(torch.equal(got[linear], expected) for linear, expected in plain(model, batches))
+
+    @pytest.mark.parametrize("layers", [[2], [1, 2], [0, 2], [1], [0]], ids=str)
+    def test_of_some_blocks_alone(self, layers):
+        model, batches = llama(), batches_of(2)
+        got = streamed(model, batches, layers=layers)
+        assert all(torch.equal(got[linear], expected) for linear, expected in plain(model, batches, layers=layers))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_in_half_precision(self, dtype):
+        model, batches = llama().to(dtype), batches_of(2)
+        scale = HALF_SCALE if dtype == torch.float16 else 1.0
+        got, exact = streamed(model, batches), streamed(copy.deepcopy(model).float(), batches)
+        assert all(torch.equal(got[linear], expected) for linear, expected in plain(model, batches, scale=scale))
+        for gradient, reference in zip(got.values(), exact.values(), strict=True):
+            assert (gradient - reference).norm() < 0.2 * reference.norm()
+
+    def test_float16_does_not_lose_small_gradients(self):
+        model, batches = llama().half(), batches_of(2)
+        big, small = streamed(model, batches), streamed(model, batches, lambda logits, mask: 2.0**-12 * ntk(logits, mask))
+        for linear, gradient in big.items():
+            assert (small[linear] * 2.0**12 - gradient).norm() < 0.02 * gradient.norm()
+
+    def test_whatever_the_callers_grad_mode(self):
+        model, batches = llama(), batches_of(2)
+        with torch.no_grad():
+            got = streamed(model, batches)
+            assert not torch.is_grad_enabled()
+        assert all(torch.equal(got[linear], expected) for linear, expected in plain(model, batches))
+
+    def test_with_gradient_checkpointing_switched_on(self):
+        model, batches = llama(), batches_of(2)
+        expected = streamed(model, batches).values()
+        model.train().gradient_checkpointing_enable()
+        assert all(torch.equal(a, b) for a, b in zip(streamed(model, batches).values(), expected, strict=True))
+
+
+class TestPaddingAndBatches:
+    def scores(self, model, batch_size, lengths=LENGTHS, pad=0):
+        samples = [tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
+        model.config.pad_token_id = pad
+        data = CalibrationData(samples, 12, "test")
+        return score_groups(model, bind(model), NTK, data=data, batch_size=batch_size)
+
+    @pytest.mark.parametrize("lengths", [(12,) * 8, (12, 5, 9, 12, 1, 3, 7, 8)], ids=["full", "padded"])
+    def test_micro_batches_of_any_size_give_the_same_scores(self, lengths):
+        one, *others = (self.scores(llama(), size, lengths) for size in (1, 2, 8))
+        for other in others:
+            for a, b in zip(one, other, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+
+    def test_padding_is_not_seen(self):
+        model = llama()
+        zeros, ninety = self.scores(model, 5), self.scores(model, 5, pad=90)
+        assert all(torch.equal(a, b) for a, b in zip(zeros, ninety, strict=True))
+
+    def test_the_mask_is_what_hides_it(self):
+        model, (batch,) = llama(), batches_of(5)
+        seen = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+        hidden, shown = streamed(model, [batch]), streamed(model, [seen])
+        assert any((hidden[linear] - shown[linear]).norm() > 0.1 * shown[linear].norm() for linear in hidden)
+
+
+class TestLeavesTheModelAsItWas:
+    @pytest.fixture
+    def model(self):
+        model = llama(attention_bias=True).train()
+        model.model.layers[1].eval()
+        model.lm_head.requires_grad_(False)
+        model.model.layers[0].mlp.requires_grad_(False)
+        model.model.norm.weight.grad = torch.ones(32)
+        model.model.layers[2].register_forward_hook(lambda *_: None)
+        return model
+
+    @staticmethod
+    def state(model):
+        return {
+            "values": [tensor.tolist() for tensor in model.state_dict().values()],
+            "training": [module.training for module in model.modules()],
+            "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+            "grad": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
+            "parameters": [id(parameter) for parameter in model.parameters()],
+            "hooks": [
+                [list(getattr(module, kind)) for module in model.modules()]
+                for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
+            ],
+            "tensor hooks": [list((parameter._backward_hooks or {}).keys()) for parameter in model.parameters()],
+        }
+
+    def test_when_all_goes_well(self, model):
+        before = self.state(model)
+        streamed(model, batches_of(2))
+        assert self.state(model) == before
+
+    def test_when_the_objective_raises(self, model):
+        def objective(logits, mask):
+            raise RuntimeError("objective")
+
+        before = self.state(model)
+        with pytest.raises(RuntimeError, match="objective"):
+            streamed(model, batches_of(2), objective)
+        assert self.state(model) == before
+
+    @pytest.mark.parametrize("call", [1, 3, 4, 6], ids=["forward", "second forward", "backward", "backward, again"])
+    def test_when_a_block_raises(self, model, call):
+        calls = []
+
+        def hook(*_):
+            calls.append(1)
+            if len(calls) == call:
+                raise KeyboardInterrupt  # as a user would
+
+        model.model.layers[1].mlp.register_forward_hook(hook)
+        before = self.state(model)
+        with pytest.raises(KeyboardInterrupt):
+            streamed(model, batches_of(2))
+        assert self.state(model) == before
+
+    def test_when_reducing_raises(self, model):
+        def reduce(index, gradients):
+            raise ValueError(index)
+
+        before = self.state(model)
+        with pytest.raises(ValueError, match="2"):
+            stream_gradients(model, model.model.layers, linears_of(model), batches_of(2), ntk, reduce)
+        assert self.state(model) == before
+
+
+class TestRefuses:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("index", [0, 1, 2])
+    def test_a_block_that_gives_no_numbers(self, index, value):
+        model = llama()
+        model.model.layers[index].mlp.down_proj.weight.data[0, 0] = value
+        with pytest.raises(UnsupportedModel, match=rf"block {index} .*not finite.*bfloat16 or float32"):
+            streamed(model, batches_of(2))
+
+    def test_an_overflow_of_activations(self):
+        model = llama().half()
+        model.model.layers[1].mlp.down_proj.weight.data.fill_(6e4)
+        with pytest.raises(UnsupportedModel, match="block 1 .*not finite"):
+            streamed(model, batches_of(2))
+
+    @pytest.mark.parametrize(("module", "what"), [("model.embed_tokens", "embeddings"), ("lm_head", "head")])
+    def test_numbers_lost_outside_the_blocks(self, module, what):
+        model = llama()
+        model.get_submodule(module).weight.data.fill_(torch.nan)
+        with pytest.raises(UnsupportedModel, match=f"{what} .*not finite"):
+            streamed(model, batches_of(2))
+
+    def test_gradients_that_are_no_numbers(self):
+        with pytest.raises(UnsupportedModel, match="gradient of block 2"):
+            streamed(llama(), batches_of(2), lambda logits, mask: (0 * logits).sum().sqrt())
+
+    @pytest.mark.parametrize("build", [LlamaModel, AutoModelForSequenceClassification.from_config], ids=["base", "classifier"])
+    def test_a_model_without_logits_per_token(self, build):
+        model = build(llama().config).eval()
+        blocks = getattr(model, "model", model).layers
+        linears = {0: [blocks[0].mlp.up_proj]}
+        with pytest.raises(UnsupportedModel, match=r"gives no logits \(batch, tokens, vocabulary\)"):
+            stream_gradients(model, blocks, linears, batches_of(2), ntk, lambda *_: None)
+
+
+class WeightSized(TorchDispatchMode):
+    """Counts the storages of a weight's shape that are alive, and are no weight, after every operation."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {linear.weight for of_block in linears_of(model).values() for linear in of_block}
+        self.shapes = {shape for w in self.weights for shape in (w.shape, w.shape[::-1])}
+        self.alive: list[weakref.ref] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        new = [tensor for tensor in tensors if tensor.shape in self.shapes and tensor.is_floating_point()]
+        self.alive += [weakref.ref(tensor) for tensor in new]
+        self.alive = [reference for reference in self.alive if reference() is not None]
+        storages = {s.data_ptr(): s for reference in self.alive if (s := self.storage(reference())) is not None}
+        for weight in self.weights:
+            storages.pop(weight.untyped_storage().data_ptr(), None)
+        self.peak = max(self.peak, len(storages))
+        return result
+
+    @staticmethod
+    def storage(tensor):
+        """Return the memory of a tensor, None for one that is a single number expanded."""
+        if tensor is None or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            return None
+        return tensor.untyped_storage()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_holds_one_blocks_gradients_at_a_time(dtype):
+    model, batches = llama(num_hidden_layers=5).to(dtype), batches_of(2)
+    with WeightSized(model) as whole:
+        list(plain(model, batches[:1]))
+    assert whole.peak >= 5 * 7  # what there is to save, and that the counter counts
+    with WeightSized(model) as one:
+        stream_gradients(model, model.model.layers, linears_of(model), batches, ntk, lambda *_: None)
+    assert one.peak <= 7 + 1  # a block's seven, and the one that is being added or looked at

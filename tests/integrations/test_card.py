@@ -1,0 +1,316 @@
+"""Model cards: valid, measured, and silent about what is not known."""
+
+import ast
+import http.server
+import logging
+import math
+import re
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimum_prune.integrations import card as card_module
+from optimum_prune.integrations.card import inherited_metadata, model_card
+from tests.reports import DATA, DENSE, PRUNED, report
+
+BOTH = {"dense": DENSE, "pruned": PRUNED}
+
+
+def blocks(card: ModelCard) -> dict[str, str]:
+    """Return the fenced blocks of a card by language."""
+    return dict(re.findall(r"```(\w+)\n(.*?)\n```", card.text, flags=re.DOTALL))
+
+
+def sections(card: ModelCard) -> dict[str, str]:
+    """Return the text under each heading."""
+    _, *parts = re.split(r"^#+ (.*)$", card.text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], map(str.strip, parts[1::2]), strict=True))
+
+
+def test_metadata():
+    card = model_card(
+        report(), evaluations=BOTH, layout="compact", card_data={"license": "apache-2.0", "language": ["en"]}
+    )
+    metadata = card.data.to_dict()
+    results = metadata.pop("model-index")
+    assert metadata == {
+        "base_model": "org/dense",
+        "datasets": ["org/texts"],
+        "language": ["en"],
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["pruned", "optimum_prune", "ntk", "structured"],
+    }
+    (entry,) = results
+    assert entry["name"] == "dense-ntk20"
+    (result,) = entry["results"]
+    assert result["dataset"] == {
+        "name": "org/texts:small",
+        "type": "org/texts",
+        "config": "small",
+        "args": {key: value for key, value in DATA.items() if key != "source"},
+    }
+    assert {metric["type"]: metric["value"] for metric in result["metrics"]} == {
+        "perplexity": 25.0,
+        "kl_divergence": 0.75,
+    }
+
+
+def test_body():
+    card = model_card(report(), evaluations=BOTH, layout="compact", file_bytes=36_100_000)
+    text = " ".join(card.text.split())
+    assert (
+        "`org/dense`, pruned with `optimum_prune`: of 10,000 parameters, 9,000 are left (36.1 MB of weight"
+        in text
+    )
+    assert "allocation `gamma` (MLP sparsity = 2.5 x attention sparsity)" in text
+    assert "| `kv_group` | 10.0% | 8.3% | 11 of 12 |" in card.text
+    assert "| all | 20.0% | 27.1% |  |" in card.text
+    assert "| model.layers.0 | 3 of 4 | 16 of 24 |" in card.text
+    assert "| perplexity | 12.50 | 25.00 | 2.00x |" in card.text
+    assert "| decoding, per token | 10.0 ms | 9.0 ms | 0.90x |" in card.text
+    assert (
+        "On org/texts:small, 32 samples, 4,096 tokens; cpu, float32, CPU threads: 2. Times are medians."
+        in text
+    )
+    assert "It is no promise" in text
+    assert "NIRVANA" in sections(card)["Method"]
+    assert "revision `0123abc`" in text
+    assert f"`{DATA['fingerprint']}`" in text
+    assert "Versions: optimum_prune 0.1.0, torch 2.13.0." in text
+    assert report().fingerprint in text
+
+
+def test_tables_have_as_many_cells_in_every_row():
+    card = model_card(report(), evaluations=BOTH, layout="stock")
+    tables = re.findall(r"(?:^\|.*\|\n?)+", card.text, flags=re.MULTILINE)
+    assert len(tables) == 3
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
+
+
+def test_many_layers_are_folded():
+    def is_folded(layers):
+        return "<details>" in model_card(report(layers=layers), evaluations={}, layout="stock").text
+
+    assert not is_folded(12)
+    assert is_folded(13)
+
+
+def test_how_to_load():
+    stock = model_card(report(), evaluations={}, layout="stock")
+    compact = model_card(report(), evaluations={}, layout="compact")
+    for card in (stock, compact):
+        ast.parse(blocks(card)["python"])
+    assert "optimum_prune" not in blocks(stock)["python"]
+    assert blocks(compact)["python"].startswith("import optimum_prune")
+    assert "pip install optimum-prune" in compact.text
+    assert "ignore_mismatched_sizes" in compact.text
+    assert "ignore_mismatched_sizes" not in stock.text
+
+
+def test_how_to_reproduce():
+    card = model_card(report(), evaluations={}, layout="stock")
+    assert yaml.safe_load(blocks(card)["yaml"]) == report().config
+    expected = "optimum-cli prune run --model org/dense --output pruned --recipe recipe.yaml"
+    assert blocks(card)["bash"] == expected
+    assert "held in memory" not in card.text
+    in_memory = report(calibration=DATA | {"source": "in-memory: 8 texts, sha256 0123456789abcdef"})
+    card = model_card(in_memory, evaluations={}, layout="stock")
+    assert "held in memory: the recipe names it" in card.text
+    assert "datasets" not in card.data.to_dict()
+
+
+@settings(deadline=None)
+@given(
+    evaluations=st.sampled_from(
+        [
+            {},
+            {"dense": DENSE},
+            {"pruned": PRUNED},
+            BOTH,
+            {"pruned": replace(PRUNED, kl=None, prefill_ms=None)},
+        ]
+    ),
+    calibration=st.sampled_from([None, DATA]),
+    gamma=st.sampled_from([None, 3.0]),
+    base=st.sampled_from([(None, None), ("/home/me/dense", None), ("org/dense", "0123abc")]),
+    warnings=st.sampled_from([[], ["Few tokens.", "A dead column."]]),
+    layout=st.sampled_from(["stock", "compact"]),
+    size=st.sampled_from([None, 1_000_000]),
+    layers=st.sampled_from([1, 13]),
+)
+def test_whatever_is_missing_leaves_no_hole(
+    evaluations, calibration, gamma, base, warnings, layout, size, layers
+):
+    run = report(
+        layers=layers,
+        calibration=calibration,
+        gamma=gamma,
+        base_model=base[0],
+        base_revision=base[1],
+        warnings=warnings,
+    )
+    card = model_card(run, evaluations=evaluations, layout=layout, file_bytes=size)
+    again = ModelCard(str(card))
+    assert str(again) == str(card)
+    assert ("model-index" in again.data.to_dict()) == ("pruned" in evaluations)
+    assert not re.search(r"None|\{\{|\{%|/home/me", str(card))
+    assert not re.search(r"\n\n\n", card.text)
+    assert all(text for title, text in sections(card).items())
+    assert ("Measured" in sections(card)) == ("pruned" in evaluations)
+    assert ("Nothing was measured" in card.text) != ("pruned" in evaluations)
+    for warning in warnings:
+        assert f"\n> {warning}\n" in card.text
+
+
+def test_what_is_given_is_trusted_and_lists_are_added():
+    given = {
+        "base_model": "org/real",
+        "tags": ["mine", "ntk"],
+        "datasets": "org/pretraining",
+        "license": "mit",
+    }
+    card = model_card(report(base_model="./local"), evaluations={}, layout="stock", card_data=given)
+    assert card.data["base_model"] == "org/real"
+    assert card.data["tags"] == ["mine", "ntk", "pruned", "optimum_prune", "structured"]
+    assert card.data["datasets"] == ["org/pretraining", "org/texts"]
+    assert "--model org/real " in card.text
+    assert given["datasets"] == "org/pretraining"
+
+
+def test_numbers_that_are_none_are_not_in_the_index():
+    broken = replace(PRUNED, perplexity=math.inf, kl=math.nan)
+    card = model_card(report(), evaluations={"pruned": broken}, layout="stock")
+    assert "model-index" not in card.data.to_dict()
+    assert "| perplexity | inf |" in card.text
+
+
+def test_a_scorer_that_is_not_installed_has_no_reference():
+    theirs = report(config=report().config | {"scorer": "theirs"})
+    card = model_card(theirs, evaluations={}, layout="stock")
+    assert "Method" not in sections(card)
+    assert "Method" in sections(model_card(report(), evaluations={}, layout="stock"))
+
+
+def test_no_path_of_a_machine_is_published():
+    path = "/home/me/text.txt"
+    data = DATA | {"source": path}
+    config = report().config | {"calibration": {"source": path}}
+    run = report(config=config, calibration=data, base_model="/home/me/dense", base_revision=None)
+    card = model_card(run, evaluations={"pruned": replace(PRUNED, data=data)}, layout="stock")
+    assert "/home" not in str(card)
+    assert "On text.txt, 32 samples" in card.text
+    assert "datasets" not in card.data.to_dict()
+
+
+def test_the_same_inputs_give_the_same_card(tmp_path, monkeypatch):
+    first = str(model_card(report(), evaluations=BOTH, layout="stock"))
+    monkeypatch.chdir(tmp_path)
+    assert str(model_card(report(), evaluations=BOTH, layout="stock")) == first
+
+
+class TestInheritance:
+    CARD = """\
+---
+license: other
+license_name: their-license
+license_link: LICENSE
+language:
+- en
+datasets:
+- org/pretraining
+tags:
+- theirs
+model-index: broken
+---
+# Theirs
+"""
+
+    @pytest.fixture
+    def hub(self, monkeypatch):
+        """A server that has the card of one model, and counts requests."""
+        requests = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                requests.append(self.path)
+                found = self.path == "/some-org/some-model/README.md"
+                self.send_response(200 if found else 404)
+                self.end_headers()
+                self.wfile.write(TestInheritance.CARD.encode() if found else b"")
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(card_module, "hf_hub_url", lambda name, file: f"{url}/{name}/{file}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        yield requests
+        server.shutdown()
+        server.server_close()
+
+    def test_of_a_local_directory(self, tmp_path):
+        (tmp_path / "README.md").write_text(self.CARD)
+        assert inherited_metadata(tmp_path) == {
+            "license": "other",
+            "license_name": "their-license",
+            "language": ["en"],
+            "datasets": ["org/pretraining"],
+        }
+
+    def test_of_the_hub(self, hub):
+        found = inherited_metadata("some-org/some-model")
+        assert found["license"] == "other"
+        assert re.fullmatch(r"http://.*/some-org/some-model/LICENSE", found["license_link"])
+        assert hub == ["/some-org/some-model/README.md"]
+
+    def test_of_the_cache(self, hub, tmp_path, monkeypatch):
+        cached = tmp_path / "README.md"
+        cached.write_text("---\nlicense: mit\n---\n")
+        monkeypatch.setattr(card_module, "try_to_load_from_cache", lambda name, file: str(cached))
+        assert inherited_metadata("some-org/some-model") == {"license": "mit"}
+        assert hub == []
+
+    def test_offline(self, hub, monkeypatch, caplog):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with caplog.at_level(logging.INFO, logger=card_module.__name__):
+            assert inherited_metadata("some-org/some-model") == {}
+        assert "offline mode is enabled" in caplog.text
+        assert hub == []
+
+    def test_of_a_model_without_a_card(self, hub, caplog):
+        with caplog.at_level(logging.INFO, logger=card_module.__name__):
+            assert inherited_metadata("some-org/other-model") == {}
+        assert "some-org/other-model: " in caplog.text
+
+    def test_a_hub_out_of_reach_is_given_up_at_once(self, monkeypatch, caplog):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(card_module, "hf_hub_url", lambda name, file: "http://127.0.0.1:9/README.md")
+        start = time.monotonic()
+        assert inherited_metadata("some-org/some-model") == {}
+        assert time.monotonic() - start < 2 * card_module.TIMEOUT
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    @pytest.mark.parametrize(
+        "content", ["", "no metadata", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "---\nlicense:\n---\n"]
+    )
+    def test_of_a_card_that_says_nothing(self, tmp_path: Path, content):
+        (tmp_path / "README.md").write_text(content)
+        assert inherited_metadata(tmp_path) == {}
+
+    def test_of_nothing(self, tmp_path: Path):
+        assert inherited_metadata(None) == {}
+        assert inherited_metadata(tmp_path) == {}
+        assert inherited_metadata(tmp_path / "gone") == {}

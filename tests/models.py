@@ -1,0 +1,74 @@
+"""Small random models, chosen to hurt: built in milliseconds, no file and no network."""
+
+from functools import partial
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+SHAPES = {
+    "llama-gqa": {},
+    "llama-mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "llama-mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama-wide-heads": {
+        "head_dim": 10,
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
+    "llama-odd-width": {
+        "intermediate_size": 37,
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+def llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """Return a random Llama of 3 layers: hidden 32, MLP 48, 8 query and 4 KV heads, vocabulary 96."""
+    return _build(LlamaForCausalLM, LlamaConfig(**_BASE | changes), seed)
+
+
+def mistral(seed: int = 0, **changes) -> MistralForCausalLM:
+    """Return a random Mistral of the same shape, with a sliding window shorter than the test sequences."""
+    return _build(MistralForCausalLM, MistralConfig(**_BASE | {"sliding_window": 8} | changes), seed)
+
+
+VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()} | {"mistral": mistral}
+"""Name -> what builds it. Every adapter needs a model of its type here: the contract tests run over these."""
+
+
+def every_model() -> dict[str, PreTrainedModel]:
+    """Return all variants by name."""
+    return {name: build() for name, build in VARIANTS.items()}
+
+
+def tokens(batch: int = 2, length: int = 12, seed: int = 0, vocabulary: int = 96) -> torch.Tensor:
+    """Return random token ids, `(batch, length) int64`, none of them the padding id 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary, (batch, length), generator=generator)
+
+
+_BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,  # the default of 0.02 makes a random model almost linear, and its logits almost equal
+}
+
+
+def _build(model_class, config, seed):
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers starts biases at zero, where a lost one would not be noticed
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model

@@ -1,0 +1,35 @@
+"""Fresh processes: what somebody meets who opens a new terminal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(script: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Run a script; `arguments` are its `sys.argv[1:]`. The package is found, but not imported."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # other numbers of threads may round differently
+    }
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def answer(script: str, *arguments: object) -> Any:
+    """Run a script that must succeed, and read the last line that it prints, which is JSON."""
+    done = run(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

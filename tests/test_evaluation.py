@@ -1,0 +1,303 @@
+"""Perplexity and KL against plain float64 loops, what is refused, and that the model is left as it was."""
+
+import copy
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from optimum_prune import evaluation
+from optimum_prune.calibration.data import CalibrationData
+from optimum_prune.errors import CalibrationError
+from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model, weight_bytes
+from optimum_prune.metrics import KLDivergence, Perplexity
+from tests.models import SHAPES, llama, mistral, tokens
+
+
+def samples(*lengths: int, vocabulary: int = 96) -> CalibrationData:
+    """Return random sequences of these lengths."""
+    rows = [tokens(1, length, seed, vocabulary)[0] for seed, length in enumerate(lengths)]
+    return CalibrationData(rows, max(lengths), "random")
+
+
+def pruned_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of which half of the MLP channels do nothing."""
+    model = copy.deepcopy(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("down_proj.weight"):
+            parameter.data[:, ::2] = 0
+    return model
+
+
+def reference_of(model: PreTrainedModel, data: CalibrationData) -> DenseReference:
+    reference = dense_reference(model, data)
+    assert reference is not None
+    return reference
+
+
+def looped(
+    model: PreTrainedModel, data: CalibrationData, dense: PreTrainedModel | None = None
+) -> tuple[float, float]:
+    """Return perplexity and KL, one token at a time in float64, one unpadded sequence at a time."""
+
+    def log_probabilities(model: PreTrainedModel, ids: Tensor) -> list[list[float]]:
+        with torch.no_grad():
+            return model(input_ids=ids[None]).logits[0].double().log_softmax(-1).tolist()
+
+    nll, kl, count = 0.0, 0.0, 0
+    for ids in data.samples:
+        log_q = log_probabilities(model, ids)
+        log_p = log_probabilities(dense or model, ids)
+        for position in range(len(ids) - 1):
+            nll -= log_q[position][ids[position + 1]]
+            kl += sum(math.exp(p) * (p - q) for p, q in zip(log_p[position], log_q[position], strict=True))
+            count += 1
+    return math.exp(nll / count), kl / count
+
+
+class BigramConfig(PreTrainedConfig):
+    """Of a model whose next token depends on the last one only."""
+
+    model_type = "bigram"
+
+
+class Bigram(PreTrainedModel):
+    """`logits = scale(head(table[id]))`: the table can be written down, and so can the perplexity."""
+
+    config_class = BigramConfig
+
+    def __init__(self, table: list[list[float]], scale: float = 1.0):
+        super().__init__(BigramConfig())
+        self.table = nn.Embedding.from_pretrained(torch.tensor(table))
+        self.lm_head = nn.Linear(len(table), len(table), bias=False)
+        self.lm_head.weight.data = torch.eye(len(table))
+        self.scale = scale
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None):
+        logits = self.lm_head(self.table(input_ids))
+        return CausalLMOutput(logits=logits.mul_(self.scale) if self.scale != 1 else logits)
+
+
+LN3 = math.log(3)
+
+
+class TestMetrics:
+    def test_every_token_weighs_the_same(self):
+        # 3 tokens of 1/2 and 1 of 1/8: (3 ln 2 + ln 8) / 4 = 1.5 ln 2
+        result = Perplexity(keep_in_memory=True).compute(nll=[3 * math.log(2), math.log(8)], tokens=[3, 1])
+        assert result == {"perplexity": pytest.approx(2**1.5)}
+        assert KLDivergence(keep_in_memory=True).compute(kl=[1.0, 0.2], tokens=[1, 3]) == {
+            "kl_divergence": pytest.approx(0.3)
+        }
+
+    @pytest.mark.parametrize("in_memory", [True, False])
+    def test_batches_add_up_and_leave_nothing_behind(self, in_memory, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        metric = Perplexity(keep_in_memory=in_memory, cache_dir=str(tmp_path / "cache"))
+        metric.add_batch(nll=[1.0, 2.0], tokens=[1, 2])
+        metric.add(nll=3.0, tokens=1)
+        assert metric.compute() == {"perplexity": pytest.approx(math.exp(6 / 4))}
+        assert metric.compute(nll=[1.0], tokens=[1]) == {"perplexity": pytest.approx(math.e)}
+        assert [path for path in tmp_path.rglob("*.arrow")] == []
+
+    def test_a_broken_model_is_measured_as_broken(self):
+        perplexity, divergence = Perplexity(keep_in_memory=True), KLDivergence(keep_in_memory=True)
+        assert perplexity.compute(nll=[1000.0], tokens=[1]) == {"perplexity": math.inf}
+        nan = pytest.approx(math.nan, nan_ok=True)
+        assert perplexity.compute(nll=[math.nan], tokens=[1]) == {"perplexity": nan}
+        assert divergence.compute(kl=[math.nan], tokens=[1]) == {"kl_divergence": nan}
+
+    def test_rounding_makes_no_negative_divergence(self):
+        assert KLDivergence(keep_in_memory=True).compute(kl=[-1e-9], tokens=[3]) == {"kl_divergence": 0.0}
+
+
+class TestNumbers:
+    def test_by_hand(self):
+        dense = Bigram([[LN3, 0.0], [0.0, 0.0]])  # after 0: 3/4 and 1/4; after 1: one half each
+        data = CalibrationData([torch.tensor([0, 0, 1]), torch.tensor([1, 0])], 3, "by hand")
+        reference = reference_of(dense, data)
+        measured = evaluate_model(dense, data)
+        assert measured.perplexity == pytest.approx((4 / 3 * 4 * 2) ** (1 / 3))
+        assert (measured.kl, measured.tokens, measured.sequences) == (None, 3, 2)
+
+        dense.table.weight.data.zero_()  # pruned in place: one half each, everywhere
+        measured = evaluate_model(dense, data, reference=reference)
+        assert measured.perplexity == pytest.approx(2)
+        # two tokens follow a 0: KL of (3/4, 1/4) from one half each; the third follows a 1
+        assert measured.kl == pytest.approx(2 / 3 * (0.75 * math.log(1.5) + 0.25 * math.log(0.5)))
+
+    @pytest.mark.parametrize("name", [*SHAPES, "mistral"])
+    def test_equal_to_a_plain_loop_in_float64(self, name):
+        dense = mistral() if name == "mistral" else llama(**SHAPES[name])
+        pruned, data = pruned_copy(dense), samples(12, 7, 2, 16, 1)
+        perplexity, kl = looped(pruned, data, dense)
+        measured = evaluate_model(pruned, data, batch_size=3, reference=reference_of(dense, data))
+        assert measured.perplexity == pytest.approx(perplexity, rel=1e-5)
+        assert measured.kl == pytest.approx(kl, rel=1e-4)
+        assert kl > 0.01
+        assert measured.tokens == 11 + 6 + 1 + 15
+
+    @settings(deadline=None, max_examples=25)
+    @given(
+        lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 1),
+        batch_size=st.integers(2, 6),
+        chunk=st.integers(1, 21),
+    )
+    def test_padding_batches_and_chunks_change_nothing(self, lengths, batch_size, chunk):
+        data, dense = samples(*lengths), llama(num_hidden_layers=1)
+        pruned = pruned_copy(dense)
+        plain = evaluate_model(pruned, data, reference=reference_of(dense, data))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evaluation, "CHUNK", chunk)
+            reference = dense_reference(dense, data, batch_size=batch_size)
+            other = evaluate_model(pruned, data, batch_size=batch_size, reference=reference)
+        assert other.perplexity == pytest.approx(plain.perplexity, rel=1e-4)
+        assert other.kl == pytest.approx(plain.kl, rel=1e-3, abs=1e-6)
+        assert other.tokens == plain.tokens == sum(lengths) - len(lengths)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_no_divergence_from_itself(self, dtype):
+        model, data = llama().to(dtype), samples(9, 5)
+        measured = evaluate_model(model, data, reference=reference_of(model, data))
+        assert measured.kl == 0
+        assert measured.dtype == str(dtype).removeprefix("torch.")
+
+    def test_uniform_logits_give_the_size_of_the_vocabulary(self):
+        model = llama()
+        model.lm_head.weight.data.zero_()
+        assert evaluate_model(model, samples(20)).perplexity == pytest.approx(96)
+
+    def test_logits_are_made_for_a_few_tokens_at_a_time(self, monkeypatch):
+        monkeypatch.setattr(evaluation, "CHUNK", 5)
+        model, data, made = llama(), samples(40, 23), []
+        model.lm_head.register_forward_hook(lambda module, args, output: made.append(output.numel() // 96))
+        evaluate_model(model, data, batch_size=2, reference=reference_of(model, data))
+        assert max(made) == 2 * evaluation.PROBE  # of both sequences, in a forward
+        assert sum(made) > 2 * data.tokens
+
+
+class TestRefusals:
+    def test_scaled_logits_have_no_reference_but_a_right_perplexity(self):
+        scaled = Bigram([[LN3 / 2, 0.0], [0.0, 0.0]], scale=2.0)
+        data = CalibrationData([torch.tensor([0, 0, 1])], 3, "by hand")
+        with pytest.warns(UserWarning, match="not available for Bigram"):
+            assert dense_reference(scaled, data) is None
+        assert evaluate_model(scaled, data).perplexity == pytest.approx((4 / 3 * 4) ** 0.5)
+
+    def test_soft_capped_logits(self):
+        from transformers import Gemma2Config, Gemma2ForCausalLM
+
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            final_logit_softcapping=3.0,
+            initializer_range=0.5,
+        )
+        model, data = Gemma2ForCausalLM(config).eval(), samples(9, 4)
+        with pytest.warns(UserWarning, match="not available for Gemma2ForCausalLM"):
+            assert dense_reference(model, data) is None
+        assert evaluate_model(model, data).perplexity == pytest.approx(looped(model, data)[0], rel=1e-5)
+
+    @pytest.mark.parametrize("change", ["weights", "one row", "vocabulary", "dtype"])
+    def test_a_changed_output_embedding_gives_no_number(self, change):
+        model, data = llama(), samples(9, 4)
+        reference = reference_of(model, data)
+        if change == "weights":
+            model.lm_head.weight.data *= 1.01
+        elif change == "one row":
+            model.lm_head.weight.data[5] += 0.1
+        elif change == "vocabulary":
+            model.resize_token_embeddings(100)
+        else:
+            model.bfloat16()
+        with pytest.warns(UserWarning, match="output embedding has changed"):
+            measured = evaluate_model(model, data, reference=reference)
+        assert measured.kl is None
+        assert math.isfinite(measured.perplexity)
+
+    def test_other_data(self):
+        model = llama()
+        with pytest.raises(CalibrationError, match="measured on other data"):
+            evaluate_model(model, samples(9), reference=reference_of(model, samples(8)))
+
+    def test_nothing_to_predict(self):
+        with pytest.raises(CalibrationError, match="no sequence has a second token"):
+            evaluate_model(llama(), samples(1, 1))
+
+
+class TestSideEffects:
+    @pytest.mark.parametrize("call", ["reference", "evaluation"])
+    @pytest.mark.parametrize("failing_forward", [None, 0, 1, 2])
+    def test_the_model_is_left_as_it_was(self, monkeypatch, call, failing_forward):
+        model, data = llama().train(), samples(9, 4, 7)
+        model.model.layers[1].eval()  # a mode of its own, that train() would lose
+        modes = {name: module.training for name, module in model.named_modules()}
+        state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        forward, calls = model.model.norm.forward, []
+
+        def fail(*args):
+            assert not model.training
+            calls.append(None)
+            if len(calls) - 1 == failing_forward:
+                raise RuntimeError("on purpose")
+            return forward(*args)
+
+        monkeypatch.setattr(model.model.norm, "forward", fail)
+        act = dense_reference if call == "reference" else evaluate_model
+        if failing_forward is None:
+            act(model, data)
+        else:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                act(model, data)
+        assert {name: module.training for name, module in model.named_modules()} == modes
+        assert not any(
+            module._forward_pre_hooks or module._forward_hooks or module._backward_hooks
+            for module in model.modules()
+        )
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert torch.is_grad_enabled()
+        assert torch.equal(torch.get_rng_state(), random)
+
+    def test_no_file_is_left(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        evaluate_model(llama(), samples(5))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_importing_the_module_imports_no_evaluate(self):
+        code = "import sys, optimum_prune.evaluation; print('evaluate' in sys.modules)"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_size_is_that_of_the_file(tmp_path: Path, tied, dtype):
+    model = llama(tie_word_embeddings=tied).to(dtype)
+    model.save_pretrained(tmp_path)
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    header = 8 + struct.unpack("<Q", raw[:8])[0]
+    assert weight_bytes(model) == len(raw) - header
+    measured = evaluate_model(model, samples(5))
+    assert measured.weight_bytes == len(raw) - header
+    shapes = [entry["shape"] for key, entry in json.loads(raw[8:header]).items() if key != "__metadata__"]
+    assert measured.parameters == sum(math.prod(shape) for shape in shapes)

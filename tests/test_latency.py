@@ -1,0 +1,170 @@
+"""Latency on a clock that the models themselves set: the order of calls, and what is made of their times."""
+
+import logging as standard_logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.utils import logging
+
+from optimum_prune import latency
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.latency import evaluating, measure_latency
+from optimum_prune.measurements import Spread
+from tests.models import llama
+
+
+class Clock:
+    """Time passes only where a model says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(latency, "perf_counter", clock)
+    return clock
+
+
+class FakeModel(nn.Module):
+    """Takes `prefill` seconds for the first token and `decode` for every other, times `pace` of the round."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name, clock, log, prefill, decode, pace=(1,), **config):
+        super().__init__()
+        self.name, self.clock, self.log, self.prefill, self.decode = name, clock, log, prefill, decode
+        self.pace = pace
+        self.config = LlamaConfig(vocab_size=50, **config)
+        self.inner = nn.Dropout()
+
+    def generate(self, input_ids, attention_mask, min_new_tokens, max_new_tokens, do_sample, use_cache):
+        assert min_new_tokens == max_new_tokens
+        assert attention_mask.shape == input_ids.shape and attention_mask.all()
+        assert not do_sample and use_cache and not self.training and not torch.is_grad_enabled()
+        made = sum(entry[0] == self.name for entry in self.log)
+        self.log.append((self.name, max_new_tokens, input_ids))
+        pace = self.pace[min(made // 2, len(self.pace) - 1)]
+        self.clock.now += pace * (self.prefill + self.decode * (max_new_tokens - 1))
+
+
+def spread(*values) -> Any:
+    return Spread(*(cast(Any, pytest.approx(value)) for value in values))
+
+
+def test_models_take_turns_and_the_first_round_does_not_count(clock):
+    log: list = []
+    models: Any = {
+        "a": FakeModel("a", clock, log, prefill=0.5, decode=0.01, pace=(100, 1, 4, 2)),
+        "b": FakeModel("b", clock, log, prefill=0.25, decode=0.02),
+    }
+    measured = measure_latency(models, prefill_tokens=6, decode_tokens=5, repeats=3)
+    assert [entry[:2] for entry in log] == 4 * [("a", 1), ("a", 5), ("b", 1), ("b", 5)]
+    assert measured["a"].prefill_ms == spread(1000, 500, 2000)
+    assert measured["a"].decode_ms_per_token == spread(20, 10, 40)
+    assert measured["b"].prefill_ms == spread(250, 250, 250)
+    assert measured["b"].decode_ms_per_token == spread(20, 20, 20)
+    settings = [(m.prefill_tokens, m.decode_tokens, m.batch_size, m.repeats) for m in measured.values()]
+    assert settings == [(6, 5, 1, 3)] * 2
+
+
+def test_one_prompt_for_all_without_touching_the_global_generator(clock):
+    log: list = []
+    models: Any = {name: FakeModel(name, clock, log, 1, 1) for name in "ab"}
+    before = torch.get_rng_state()
+    measure_latency(models, prefill_tokens=6, decode_tokens=2, repeats=1, batch_size=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    prompts = [entry[2] for entry in log]
+    assert all(torch.equal(prompt, prompts[0]) for prompt in prompts)
+    assert prompts[0].shape == (3, 6)
+    assert prompts[0].max() < 50
+
+
+def test_lengths_are_cut_to_the_smallest_context_and_the_result_says_so(clock):
+    models: Any = {
+        "long": FakeModel("long", clock, [], 1, 1),
+        "short": FakeModel("short", clock, [], 1, 1, max_position_embeddings=40),
+    }
+    measured = measure_latency(models, repeats=1)
+    assert {(m.prefill_tokens, m.decode_tokens) for m in measured.values()} == {(20, 20)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefill_tokens": 0}, "prefill_tokens must be >= 1, got 0"),
+        ({"decode_tokens": 1}, "decode_tokens must be >= 2, got 1"),
+        ({"repeats": 0}, "repeats must be >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+    ],
+)
+def test_too_little_to_measure(change, message):
+    with pytest.raises(InvalidConfig, match=message):
+        measure_latency({}, **change)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_it_was(clock, fails):
+    model: Any = FakeModel("a", clock, [], 1, 1)
+    model.train()
+    model.inner.eval()
+    seen = []
+
+    def generate(**kwargs):
+        seen.append(logging.get_verbosity())
+        if fails:
+            raise RuntimeError("on purpose")
+
+    model.generate = generate
+    logging.set_verbosity_info()
+    try:
+        if fails:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                measure_latency({"a": model})
+        else:
+            measure_latency({"a": model})
+        assert logging.get_verbosity() == standard_logging.INFO
+    finally:
+        logging.set_verbosity_warning()
+    assert set(seen) == {standard_logging.ERROR}
+    assert (model.training, model.inner.training) == (True, False)
+    assert torch.is_grad_enabled()
+
+
+def test_no_end_of_sequence_token_ends_a_measurement(monkeypatch):
+    model: Any = llama()
+    made = []
+    generate = model.generate
+    prompt = latency._prompt({"": model}, 1, 4)
+    greedy = generate(prompt, max_new_tokens=1, do_sample=False)[0, -1].item()
+    model.generation_config.eos_token_id = greedy  # what it would say first ends a normal generation at once
+    assert generate(prompt, max_new_tokens=6, do_sample=False).shape == (1, 5)
+
+    def counted(**kwargs):
+        output = generate(**kwargs)
+        made.append(output.shape[1] - kwargs["input_ids"].shape[1])
+        return output
+
+    monkeypatch.setattr(model, "generate", counted)
+    measured = measure_latency({"": model}, prefill_tokens=4, decode_tokens=6, repeats=2)[""]
+    assert made == [1, 6] * 3
+    assert measured.prefill_ms.lowest > 0
+
+
+def test_a_gpu_is_waited_for_on_both_sides_of_the_clock(clock, monkeypatch):
+    waits: list = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(clock.now))
+    prompt: Any = SimpleNamespace(to=lambda device: torch.ones(1, 2, dtype=torch.int64))
+    model: Any = FakeModel("a", clock, [], 1, 1).eval()
+    model.device = torch.device("cuda")
+    with evaluating(model):
+        assert latency._milliseconds(model, prompt, 3) == 3000
+    assert waits == [0, 3]

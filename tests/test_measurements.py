@@ -1,0 +1,96 @@
+"""The table that sets a pruned model beside its dense one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from optimum_prune.measurements import Evaluation, Latency, Spread, comparison, comparison_rows
+from tests.reports import DATA, DENSE, PRUNED
+
+
+def ratios(dense, pruned):
+    return {row[0]: row[3] for row in comparison_rows(dense, pruned)}
+
+
+def test_the_table():
+    assert (
+        comparison(DENSE, PRUNED)
+        == """\
+                       dense    pruned   ratio
+perplexity             12.50    25.00    2.00x
+KL(dense || pruned)             0.7500
+parameters             10,000   9,000    0.90x
+weights                40.0 MB  36.0 MB  0.90x
+prefill of 128 tokens  50.0 ms  40.0 ms  0.80x
+decoding, per token    10.0 ms  9.0 ms   0.90x
+measured on org/texts:small, 32 samples, 4,096 tokens; cpu, float32, CPU threads: 2"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "row"),
+    [
+        (13.625, ("13.62", "1.09x")),
+        (535888.9, ("535,889", "42,871x")),
+        (float("inf"), ("inf", "infx")),
+        (float("nan"), ("nan", "nanx")),
+    ],
+)
+def test_large_and_broken_numbers(perplexity, row):
+    assert comparison_rows(DENSE, replace(PRUNED, perplexity=perplexity))[0][2:] == row
+
+
+def test_alone():
+    assert str(DENSE) == comparison(None, DENSE)
+    assert (
+        str(replace(DENSE, prefill_ms=None, decode_ms_per_token=None))
+        == """\
+perplexity  12.50
+parameters  10,000
+weights     40.0 MB
+measured on org/texts:small, 32 samples, 4,096 tokens; cpu, float32, CPU threads: 2"""
+    )
+
+
+def test_no_ratio_of_what_was_measured_differently():
+    other = replace(DENSE, data=DATA | {"fingerprint": "sha256:0"})
+    assert ratios(other, PRUNED)["perplexity"] == ""
+    assert ratios(other, PRUNED)["prefill of 128 tokens"] == "0.80x"
+    for change in (
+        {"threads": 1},
+        {"device": "gpu"},
+        {"dtype": "bfloat16"},
+        {"prefill_tokens": 64},
+        {"decode_tokens": 8},
+    ):
+        measured = ratios(replace(DENSE, **change), PRUNED)
+        assert measured["perplexity"] == "2.00x"
+        assert measured["prefill of 128 tokens"] == measured["decoding, per token"] == ""
+
+
+def test_a_dense_model_that_was_not_timed():
+    assert ratios(replace(DENSE, prefill_ms=None), PRUNED)["prefill of 128 tokens"] == ""
+
+
+def test_round_trip():
+    assert Evaluation.from_dict(json.loads(json.dumps(PRUNED.to_dict()))) == PRUNED
+    assert Evaluation.from_dict(PRUNED.to_dict() | {"novelty": 1}) == PRUNED
+
+
+def test_timed():
+    latency = Latency(Spread(30, 20, 50), Spread(3, 2, 5), 64, 16, 1, 5)
+    timed = replace(PRUNED, prefill_ms=None).timed(latency)
+    assert (timed.prefill_ms, timed.decode_ms_per_token, timed.prefill_tokens, timed.decode_tokens) == (
+        30,
+        3,
+        64,
+        16,
+    )
+    assert timed.perplexity == PRUNED.perplexity
+
+
+def test_spread():
+    assert Spread.of([3.0, 1.0, 10.0]) == Spread(median=3.0, lowest=1.0, highest=10.0)
+    with pytest.raises(AttributeError):
+        Spread.of([1.0]).median = 2.0  # pyright: ignore[reportAttributeAccessIssue]

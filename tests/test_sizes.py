@@ -1,0 +1,215 @@
+"""Sizes: measured on the modules, written into the config, read from it, applied to a skeleton."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig, LlamaModel
+
+from optimum_prune.binding import bind
+from optimum_prune.errors import CheckpointError
+from optimum_prune.sizes import (
+    COMPACT,
+    block_method,
+    build_skeleton,
+    describe_,
+    forget_quantizer_,
+    measure,
+    resize_,
+    why_not_stock,
+)
+from optimum_prune.surgery import slice_
+from tests.models import VARIANTS, llama, mistral
+from tests.pruned import unevenly, uniformly
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request):
+    return VARIANTS[request.param]()
+
+
+def keep_(model, **counts):
+    """Keep the first so many units in every layer, or as many as the list says for each layer."""
+    for group in bind(model):
+        count = counts.get(group.unit, group.num_units)
+        slice_(group, range(count[group.layer] if isinstance(count, list) else count))
+    return model
+
+
+def through_json(config, folder):
+    """Write a config and read it as a loader does."""
+    config.save_pretrained(folder)
+    return AutoConfig.from_pretrained(folder)
+
+
+def shapes(model):
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+class TestDescribe:
+    def test_a_dense_model_is_stock_and_its_config_stays(self, model):
+        before = model.config.to_dict()
+        assert why_not_stock(model) is None
+        assert describe_(model) == "stock"
+        # A class that leaves head_dim out derives it wrongly once heads are gone, so it is always written.
+        assert model.config.to_dict() == before | {"head_dim": model.model.layers[0].self_attn.head_dim}
+
+    def test_uneven_sizes_come_back(self, model, tmp_path):
+        unevenly(model)
+        assert describe_(model) == "compact"
+        config = through_json(model.config, tmp_path)
+        assert block_method(config) == "optimum_prune"
+        skeleton = build_skeleton(type(model), config)
+        assert shapes(skeleton) != shapes(model)
+        resize_(skeleton)
+        assert shapes(skeleton) == shapes(model)
+        assert measure(skeleton) == measure(model)
+        sizes = shapes(skeleton)
+        resize_(skeleton)  # again
+        assert shapes(skeleton) == sizes
+
+    def test_uneven_sizes_of_a_headless_model(self, tmp_path):
+        model = unevenly(LlamaModel(llama().config))
+        assert describe_(model) == "compact"
+        skeleton = build_skeleton(LlamaModel, through_json(model.config, tmp_path))
+        resize_(skeleton)
+        assert shapes(skeleton) == shapes(model)
+
+    @pytest.mark.parametrize("build", [llama, mistral])
+    def test_uniform_sizes_need_no_plugin(self, build, tmp_path):
+        model = uniformly(build())
+        assert describe_(model) == "stock"
+        config = through_json(model.config, tmp_path)
+        assert block_method(config) is None
+        assert shapes(build_skeleton(type(model), config)) == shapes(model)
+        written = config.to_dict()
+        assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (4, 2, 4)
+        assert written["intermediate_size"] == 40
+        assert not written.keys() & {"per_layer_config", "quantization_config", "allow_global_per_layer_attribute_access"}
+
+    def test_heads_that_do_not_divide_the_hidden_size(self, tmp_path):
+        model = keep_(llama(), kv_group=3)
+        reason = why_not_stock(model)
+        assert reason is not None and "hidden size (32) is not a multiple of the number of attention heads (6)" in reason
+        assert describe_(model) == "compact"
+        config = through_json(model.config, tmp_path)
+        assert config.to_dict()["num_attention_heads"] == 8  # what the class accepts; the truth is per layer
+        skeleton = build_skeleton(type(model), config)
+        resize_(skeleton)
+        assert shapes(skeleton) == shapes(model)
+        assert why_not_stock(keep_(mistral(), kv_group=3)) is None  # Mistral's config accepts any count
+
+    def test_the_reason_names_what_differs(self):
+        assert why_not_stock(keep_(llama(), mlp_channel=[8, 8, 16])) == "layers differ in intermediate_size"
+        both = why_not_stock(keep_(llama(), kv_group=[1, 2, 2], mlp_channel=[8, 8, 16]))
+        assert both == "layers differ in num_key_value_heads, num_attention_heads, intermediate_size"
+
+    def test_asking_changes_nothing(self, model):
+        for prepared in (model, unevenly(model)):
+            before = prepared.config.to_dict()
+            why_not_stock(prepared)
+            assert prepared.config.to_dict() == before
+
+    def test_what_is_written_for_compact(self):
+        model = keep_(llama(), kv_group=[4, 2, 1], mlp_channel=[40, 24, 40])
+        describe_(model)
+        written = model.config.to_dict()
+        assert written["quantization_config"] == COMPACT
+        assert written["intermediate_size"] == 40  # the widest layer's
+        assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (8, 4, 4)
+        assert written["allow_global_per_layer_attribute_access"] is True
+        assert written["per_layer_config"] == {
+            "1": {"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 24},
+            "2": {"num_key_value_heads": 1, "num_attention_heads": 2},
+        }
+
+    def test_a_second_cut_of_a_compact_model(self, tmp_path):
+        model = unevenly(unevenly(llama()), seed=1)
+        assert measure(model) == {
+            0: {"num_key_value_heads": 4, "num_attention_heads": 8, "intermediate_size": 38},
+            1: {"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 30},
+            2: {"num_key_value_heads": 1, "num_attention_heads": 2, "intermediate_size": 8},
+        }
+        config = through_json(model.config, tmp_path)
+        skeleton = build_skeleton(type(model), config)
+        resize_(skeleton)
+        assert shapes(skeleton) == shapes(model)
+
+    def test_a_compact_model_becomes_stock_again(self, tmp_path):
+        model = unevenly(llama())
+        keep_(model, kv_group=2, mlp_channel=24)
+        assert describe_(model) == "stock"
+        config = through_json(model.config, tmp_path)
+        assert block_method(config) is None
+        assert shapes(build_skeleton(type(model), config)) == shapes(model)
+
+    def test_another_quantizers_block_is_left_alone(self):
+        model = llama()
+        model.config.quantization_config = {"quant_method": "other"}
+        assert describe_(model) == "stock"
+        assert block_method(model.config) == "other"
+
+
+class TestResize:
+    @pytest.mark.parametrize(
+        ("layer", "changes"),
+        [
+            (1, {"intermediate_size": 49}),  # wider than the class builds it
+            (1, {"intermediate_size": 0}),
+            (1, {"intermediate_size": -8}),
+            (0, {"num_key_value_heads": 8}),
+            (2, {"num_attention_heads": 8}),  # query heads that do not go with the KV heads
+            (2, {"num_key_value_heads": 3}),
+        ],
+        ids=str,
+    )
+    def test_refuses_what_slicing_cannot_give(self, layer, changes):
+        model = keep_(llama(), kv_group=[4, 2, 1], mlp_channel=[48, 24, 40])
+        describe_(model)
+        config = type(model.config).from_dict(model.config.to_dict())
+        written = config.to_dict()["per_layer_config"]
+        edited = {int(key): dict(sizes) for key, sizes in written.items()}
+        edited.setdefault(layer, {}).update(changes)
+        config.per_layer_config = edited
+        skeleton = build_skeleton(type(model), config)
+        with pytest.raises(CheckpointError, match=rf"gives model\.layers\.{layer}\.\S+ .*was edited"):
+            resize_(skeleton)
+
+    def test_needs_no_memory(self):
+        model = unevenly(llama())
+        skeleton = build_skeleton(type(model), model.config)
+        resize_(skeleton)
+        assert all(parameter.is_meta for parameter in skeleton.parameters())
+
+
+def test_block_method_reads_dicts_and_objects():
+    config = llama().config
+    assert block_method(config) is None
+    config.quantization_config = {"quant_method": "gguf"}
+    assert block_method(config) == "gguf"
+    config.quantization_config = type("Block", (), {"quant_method": "other"})()
+    assert block_method(config) == "other"
+
+
+def test_forgetting_the_quantizer():
+    model = unevenly(llama())
+    model.hf_quantizer, model.quantization_method, model.is_quantized = object(), "optimum_prune", True
+    model.config._is_quantized = True
+    forget_quantizer_(model)
+    assert not hasattr(model, "hf_quantizer") and not hasattr(model, "quantization_method")
+    assert model.is_quantized is False and "_is_quantized" not in vars(model.config)
+    assert block_method(model.config) == "optimum_prune"
+    forget_quantizer_(model)  # again, with nothing left to forget
+
+
+def test_the_plugin_is_registered_whatever_is_imported_first():
+    # Importing transformers' models registers the plugin, which must not need a file that is just being imported.
+    script = """
+import sys
+import optimum_prune.sizes
+assert "transformers.modeling_utils" not in sys.modules
+import optimum_prune.integrations.quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+assert "optimum_prune" in AUTO_QUANTIZER_MAPPING
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
