@@ -1,7 +1,7 @@
-"""Prune transformers models; load the result with ``AutoModel*.from_pretrained``.
+"""Prune transformers models; load the result with `AutoModel*.from_pretrained`.
 
-Importing this package costs milliseconds: public names are looked up on first use, and the plugin registers itself with
-transformers at the moment transformers' models are first imported, before or after this package.
+Importing this package costs milliseconds: public names are looked up on first use, and the plugin registers
+itself with transformers when the models of transformers are first imported, before or after this package.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from wrapt import when_imported
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CalibrationConfig": "config",
-    "CalibrationError": "errors",
-    "CheckpointError": "errors",
-    "InvalidConfig": "errors",
-    "Pruner": "pruner",
-    "PruningConfig": "config",
-    "PruningError": "errors",
-    "PruningReport": "report",
-    "UnsupportedArchitecture": "errors",
-    "UnsupportedModel": "errors",
-    "prune": "pipeline",
-}
-
-__all__ = sorted(_HOMES)
+__all__ = [
+    "CalibrationConfig",
+    "CalibrationError",
+    "CheckpointError",
+    "InvalidConfig",
+    "Pruner",
+    "PruningConfig",
+    "PruningError",
+    "PruningReport",
+    "UnsupportedArchitecture",
+    "UnsupportedModel",
+    "prune",
+]
 
 if TYPE_CHECKING:
-    from .config import CalibrationConfig, PruningConfig
-    from .errors import (
+    from optimum_prune.config import CalibrationConfig, PruningConfig
+    from optimum_prune.errors import (
         CalibrationError,
         CheckpointError,
         InvalidConfig,
@@ -39,26 +37,34 @@ if TYPE_CHECKING:
         UnsupportedArchitecture,
         UnsupportedModel,
     )
-    from .pipeline import prune
-    from .pruner import Pruner
-    from .report import PruningReport
+    from optimum_prune.pipeline import prune
+    from optimum_prune.pruner import Pruner
+    from optimum_prune.report import PruningReport
+
+_HOMES = {
+    "CalibrationConfig": "config",
+    "Pruner": "pruner",
+    "PruningConfig": "config",
+    "PruningReport": "report",
+    "prune": "pipeline",
+}  # all others are errors
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(import_module(f"optimum_prune.{_HOMES.get(name, 'errors')}"), name)
     globals()[name] = value  # the next look-up does not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})
 
 
 # Not transformers.quantizers: that is imported halfway through modeling_utils, which the plugin needs whole.
 @when_imported("transformers.modeling_utils")
 def _register(_module: object) -> None:
-    from .integrations.quantizer import register
+    from optimum_prune.integrations.quantizer import register
 
     register()

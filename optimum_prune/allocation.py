@@ -172,10 +172,13 @@ def _refuse_unreachable(unit: str, members: Sequence[Size], budget: Budget) -> N
             size - _round_up(size - gone, budget.round_to, size) for size, gone in zip(sizes, budget.remove, strict=True)
         )
     if asked == 0:
+        if isinstance(budget.remove, int):
+            reachable, advice = f"1 of {sum(sizes)} is {1 / sum(sizes):.3g}", "Raise the sparsity"
+        else:
+            reachable = f"reachable in a group of {sizes[0]}: {_reachable(sizes[0], budget)}"
+            advice = "Raise the sparsity, rank all layers together with allocation='global', lower round_to"
         raise InvalidConfig(
-            f"{what}: a sparsity of {budget.sparsity:.4g} removes none (reachable in a group of {sizes[0]}: "
-            f"{_reachable(sizes[0], budget)}). Raise the sparsity, rank all layers together with "
-            f"allocation='global', lower round_to, or {other}."
+            f"{what}: a sparsity of {budget.sparsity:.4g} removes none ({reachable}). {advice}, or {other}."
         )
 
 

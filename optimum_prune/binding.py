@@ -213,7 +213,7 @@ def _check(group: BoundGroup) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    # The exact type: quantised weights are subclasses of Parameter or of Tensor, and a reparameterised weight is none.
+    # The exact type: a quantised weight is a subclass of Parameter or Tensor, a reparameterised one no Parameter.
     weight = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) and type(weight) is nn.Parameter and weight.dtype in DTYPES
 
@@ -221,7 +221,9 @@ def _is_plain(module: nn.Module) -> bool:
 def _describe(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return f"{kind} (weight: {type(weight).__name__}, {weight.dtype})" if isinstance(weight, torch.Tensor) else kind
+    if not isinstance(weight, torch.Tensor):
+        return kind
+    return f"{kind} (weight: {type(weight).__name__}, {weight.dtype})"
 
 
 def _matches(group: BoundGroup, pattern: str) -> bool:

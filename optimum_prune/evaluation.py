@@ -218,7 +218,8 @@ def _dense_states(
         if now.shape == then.shape and (now - then).abs().max() <= 1e-4 * then.abs().max():
             return reference.states
     warnings.warn(
-        "The KL to the dense model is not measured: the output embedding has changed since then.",
+        "The KL to the dense model is not measured: the output embedding has changed since the dense model "
+        "was captured.",
         stacklevel=3,
     )
     return None

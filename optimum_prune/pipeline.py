@@ -23,6 +23,12 @@ from optimum_prune.sizes import METHOD, block_method, describe_, forget_quantize
 from optimum_prune.surgery import slice_
 
 
+TOLERANCE = 0.02
+"""Difference between asked and achieved, in fractions of a kind's weights, from which on the report warns."""
+
+
+# Under a caller's inference mode no gradient could be taken, and the cut weights never trained.
+@torch.inference_mode(False)
 def prune(
     model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, processor: Any = None
 ) -> PruningReport:
@@ -81,6 +87,12 @@ def prune(
         base_model=model.config.name_or_path or None,
         base_revision=getattr(model.config, "_commit_hash", None),
     )
+    report.warnings += [
+        f"{unit}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}, as only whole units go (and what is kept "
+        "is rounded and has a floor)."
+        for unit, total in report.per_unit.items()
+        if abs(total["asked"] - total["achieved"]) > TOLERANCE
+    ]
     model.config.pruning_config = report.record()
     return report
 
@@ -99,11 +111,11 @@ def _allocation(
         )
     if allocation != "gamma":
         return allocation, None
-    if config.gamma != "auto":
-        return allocation, float(config.gamma)
     weights = {unit: sum(group.weights for group in targets if group.unit == unit) for unit in FLOOR}
     if not all(weights.values()):
         return allocation, None  # one kind alone has nothing to be coupled with
+    if config.gamma != "auto":
+        return allocation, float(config.gamma)
     heads = [group.counts().values() for group in targets if group.unit == "kv_group"]
     queries_per_group = max(max(counts) // min(counts) for counts in heads)
     return allocation, gamma_auto(weights["kv_group"], weights["mlp_channel"], queries_per_group)

@@ -176,13 +176,14 @@ class Pruner:
 def _loading(name_or_path: str | Path) -> Iterator[None]:
     """Turn what transformers raises for a model that is not there, or is damaged, into one clear error."""
     if Path(name_or_path).is_absolute() and not Path(name_or_path).exists():
-        raise CheckpointError(f"{name_or_path} does not exist.")  # transformers would take it for a malformed Hub id
+        # transformers would call it a malformed Hub id
+        raise CheckpointError(f"{name_or_path} does not exist.")
     try:
         yield
     except PruningError:
         raise
-    except Exception as error:  # a damaged file or a wrong keyword may end in any exception of several libraries
+    except Exception as error:  # a damaged file or a wrong keyword ends in any exception of several libraries
         reason = " ".join(str(error).split())
-        if not isinstance(error, OSError | ValueError | RuntimeError):  # the text alone may be no more than a key
+        if not isinstance(error, OSError | ValueError | RuntimeError):  # the text may be no more than a key
             reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(f"{name_or_path} cannot be loaded: {reason}") from error

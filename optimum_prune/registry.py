@@ -1,7 +1,7 @@
 """Adapters and scorers, found by file name: a new one is one new file.
 
-``optimum_prune/<kind>/<name>.py`` exports ``ADAPTER`` or ``SCORER``. Other packages add theirs through the entry-point
-groups ``optimum_prune.adapters`` and ``optimum_prune.scorers``, each entry naming the exported object.
+``optimum_prune/<kind>/<name>.py`` exports ``ADAPTER`` or ``SCORER``. Other packages add theirs through
+the entry-point groups ``optimum_prune.adapters`` and ``optimum_prune.scorers``: names of such objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import InvalidConfig, PruningError, UnsupportedArchitecture, unknown
+from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedArchitecture, unknown
 
 
 class _Kind(NamedTuple):
@@ -49,7 +49,7 @@ def load(kind: str, name: str) -> object:
     """
     file = name.replace("-", "_")  # a model_type may hold dashes, a module's name may not
     if file in _files(kind):
-        return getattr(import_module(f"{__package__}.{kind}.{file}"), _KINDS[kind].export)
+        return getattr(import_module(f"optimum_prune.{kind}.{file}"), _KINDS[kind].export)
     for entry in _entry_points(kind).select(name=name):
         return entry.load()
     raise _KINDS[kind].error(unknown(_KINDS[kind].word, name, available(kind)))

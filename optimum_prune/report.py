@@ -107,9 +107,8 @@ class PruningReport:
     def per_layer(self) -> dict[tuple[str, int], dict[str, tuple[int, int]]]:
         """`(stack, layer)` -> `{unit: (units after, units before)}`."""
         table: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
-        for (
-            group
-        ) in self.groups:  # a block may have several groups of a kind, as T5's self- and cross-attention
+        for group in self.groups:
+            # A block may have several groups of a kind, as T5's self- and cross-attention.
             counts = table.setdefault((group.stack, group.layer), {})
             after, before = counts.get(group.unit, (0, 0))
             counts[group.unit] = (after + group.after, before + group.before)
@@ -151,6 +150,7 @@ class PruningReport:
 
     def record(self) -> dict[str, Any]:
         """Return the short form that is kept in `config.json`."""
+        data = self.calibration
         record = {
             "version": VERSION,
             "library": f"optimum_prune {self.versions['optimum_prune']}",
@@ -162,8 +162,7 @@ class PruningReport:
                 "parameters_after": self.parameters_after,
                 "sparsity": self.achieved,
             },
-            "calibration": self.calibration
-            and {key: self.calibration[key] for key in ("fingerprint", "tokens")},
+            "calibration": data and {"fingerprint": data["fingerprint"], "tokens": data["tokens"]},
             "fingerprint": self.fingerprint,
         }
         return {key: value for key, value in record.items() if value is not None}

@@ -57,7 +57,8 @@ def score_groups(
                 score(group, {})
     else:
         assert data is not None, "the pruner loads calibration data for every scorer that has an objective"
-        batches = list(data.batches(batch_size, _pad_token(model)))
+        # Any id will do for padding: it is masked in attention, and no statistic looks at it.
+        batches = list(data.batches(batch_size, pad_token_id=0))
         for path, blocks in stacks(model, adapter_for(model)).items():
             members = [group for group in groups if group.stack == path]
             linears = {
@@ -76,9 +77,3 @@ def score_groups(
                     ],
                 )
     return [scores[group.name] for group in groups]
-
-
-def _pad_token(model: PreTrainedModel) -> int:
-    # Any id will do: padding is masked in attention, and no statistic looks at it.
-    pad = model.config.get_text_config().pad_token_id
-    return 0 if pad is None else pad

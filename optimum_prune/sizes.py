@@ -17,7 +17,7 @@ from optimum_prune.errors import CheckpointError
 from optimum_prune.surgery import slice_
 
 if TYPE_CHECKING:
-    # Not at run time: transformers' models register the plugin when they are imported, and the plugin needs this file.
+    # Not at run time: importing transformers' models registers the plugin, and the plugin needs this file.
     from transformers import PreTrainedConfig, PreTrainedModel
 
 METHOD = "optimum_prune"

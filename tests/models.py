@@ -1,6 +1,8 @@
 """Small random models, chosen to hurt: built in milliseconds, no file and no network."""
+# pyright: reportArgumentType=false
 
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -50,7 +52,7 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 0, vocabulary: int = 96
     return torch.randint(1, vocabulary, (batch, length), generator=generator)
 
 
-_BASE = {
+_BASE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -61,7 +63,8 @@ _BASE = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.3,  # the default of 0.02 makes a random model almost linear, and its logits almost equal
+    # the default of 0.02 makes a random model almost linear, and its logits almost equal
+    "initializer_range": 0.3,
 }
 
 

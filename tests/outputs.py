@@ -1,15 +1,24 @@
 """What a causal language model computes, for comparison to the bit. Imports nothing of the package."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tests.models import tokens
 
 STEPS = 10
+torch.set_num_threads(1)  # other numbers round differently, and small models lose time on them
 
 
-def outputs(model: PreTrainedModel) -> dict[str, Tensor]:
+def load(folder: object, auto: Any = AutoModelForCausalLM, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Load a checkpoint; return the model, and what transformers has to complain of."""
+    model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
+    return model, {kind: found for kind, found in info.items() if found}
+
+
+def outputs(model: Any) -> dict[str, Tensor]:
     """Return logits, and greedy generations with every cache, of a left-padded batch and its rows alone."""
     ids, mask = left_padded()
     caches = {

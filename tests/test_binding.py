@@ -1,4 +1,5 @@
 """From declarations to live modules, and everything that is refused on the way."""
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 
 import pytest
 import torch
@@ -31,7 +32,11 @@ class TestBind:
 
     def test_measures_the_live_modules(self, model):
         attention, mlp = bind(model)[:2]
-        assert (attention.num_units, attention.unit_size, attention.weights) == (4, 4, 2 * 32 * 32 + 2 * 16 * 32)
+        assert (attention.num_units, attention.unit_size, attention.weights) == (
+            4,
+            4,
+            2 * 32 * 32 + 2 * 16 * 32,
+        )
         assert (mlp.num_units, mlp.unit_size, mlp.weights) == (48, 1, 3 * 48 * 32)
         assert attention.counts() == {"num_key_value_heads": 4, "num_attention_heads": 8}
         assert attention.linears == attention.writers + attention.readers
@@ -48,11 +53,15 @@ class TestBind:
 
     def test_unknown_architecture_lists_the_known_ones(self):
         gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
-        with pytest.raises(UnsupportedArchitecture, match=r"Unknown architecture 'gpt2'; supported: 'llama', 'mistral'"):
+        with pytest.raises(
+            UnsupportedArchitecture, match=r"Unknown architecture 'gpt2'; supported: 'llama', 'mistral'"
+        ):
             bind(gpt2)
 
     def test_a_model_that_is_none_of_transformers(self):
-        with pytest.raises(UnsupportedArchitecture, match=r"Linear has no config\.model_type.*AutoModelForCausalLM"):
+        with pytest.raises(
+            UnsupportedArchitecture, match=r"Linear has no config\.model_type.*AutoModelForCausalLM"
+        ):
             adapter_for(nn.Linear(2, 2))
 
     def test_a_known_type_with_other_modules(self, model):
@@ -65,7 +74,9 @@ class TestBind:
 
     def test_rows_that_do_not_fall_into_units(self, model):
         model.model.layers[2].self_attn.v_proj = nn.Linear(32, 14, bias=False)
-        with pytest.raises(UnsupportedModel, match=r"layers\.2\.self_attn\.v_proj carries 14 rows.*4 equal units"):
+        with pytest.raises(
+            UnsupportedModel, match=r"layers\.2\.self_attn\.v_proj carries 14 rows.*4 equal units"
+        ):
             bind(model)
 
 
@@ -119,13 +130,17 @@ class TestNotPlain:
     )
     def test_weights(self, model, spoil, what):
         spoil(model.model.layers[1].mlp.down_proj)
-        with pytest.raises(UnsupportedModel, match=rf"^model\.layers\.1\.mlp\.down_proj is a \S*{what}, not a plain linear"):
+        with pytest.raises(
+            UnsupportedModel, match=rf"^model\.layers\.1\.mlp\.down_proj is a \S*{what}, not a plain linear"
+        ):
             bind(model)
 
     def test_layers(self, model):
         attention = model.model.layers[0].self_attn
         attention.q_proj = OtherLinear(attention.q_proj)
-        with pytest.raises(UnsupportedModel, match=r"self_attn\.q_proj is a \S*OtherLinear .*int8.*without a quantizer"):
+        with pytest.raises(
+            UnsupportedModel, match=r"self_attn\.q_proj is a \S*OtherLinear .*int8.*without a quantizer"
+        ):
             bind(model)
 
     def test_peft(self, model):
@@ -134,7 +149,9 @@ class TestNotPlain:
         wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
         with pytest.raises(UnsupportedModel, match=r"PeftModel has no model\.layers.*without wrappers"):
             bind(wrapped)
-        with pytest.raises(UnsupportedModel, match=r"self_attn\.q_proj is a peft\.\S*Linear.*merge or unload adapters"):
+        with pytest.raises(
+            UnsupportedModel, match=r"self_attn\.q_proj is a peft\.\S*Linear.*merge or unload adapters"
+        ):
             bind(model)  # peft has replaced its layers in place
         assert len(bind(wrapped.unload())) == 6
 
@@ -149,7 +166,10 @@ class TestSelect:
             ({"include": ["*"], "exclude": ["model.layers.[02]"]}, ["1.self_attn", "1.mlp"]),
             ({"include": ["model.layers.*.mlp"]}, ["0.mlp", "1.mlp", "2.mlp"]),
             ({"include": ["*.0.mlp", "*.2.self_attn"]}, ["0.mlp", "2.self_attn"]),
-            ({"include": ["*.down_proj"], "exclude": ["*.0.*"]}, ["1.mlp", "2.mlp"]),  # one linear decides for its group
+            (
+                {"include": ["*.down_proj"], "exclude": ["*.0.*"]},
+                ["1.mlp", "2.mlp"],
+            ),  # one linear decides for its group
             ({"exclude": ["model.layers.1.self_attn.k_proj", "*.mlp"]}, ["0.self_attn", "2.self_attn"]),
             ({"exclude": ["model.layers.?.self_attn", "*2*"]}, ["0.mlp", "1.mlp"]),
         ],
@@ -163,7 +183,9 @@ class TestSelect:
 
     @pytest.mark.parametrize("side", ["include", "exclude"])
     def test_a_pattern_that_matches_nothing(self, model, side):
-        with pytest.raises(InvalidConfig, match=r"'no_such_layer'; supported: 'model\.layers\.\*\.self_attn', ") as raised:
+        with pytest.raises(
+            InvalidConfig, match=r"'no_such_layer'; supported: 'model\.layers\.\*\.self_attn', "
+        ) as raised:
             select(bind(model), **{side: ["*.mlp", "no_such_layer"]})
         assert "'model.layers.*.mlp.down_proj'" in str(raised.value)
 
@@ -198,7 +220,9 @@ class TestCheckPrunable:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
     def test_non_finite_weights_are_named(self, model, value):
         model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
-        with pytest.raises(UnsupportedModel, match=r"^model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinite"):
+        with pytest.raises(
+            UnsupportedModel, match=r"^model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinite"
+        ):
             check_prunable(model, bind(model))
         check_prunable(model, select(bind(model), exclude=["model.layers.1.mlp"]))  # it stays as it is
 
@@ -210,13 +234,18 @@ class TestCheckPrunable:
 
     def test_meta_weights_are_named(self, model):
         model.model.layers[2].self_attn.to("meta")
-        with pytest.raises(UnsupportedModel, match=r"^model\.layers\.2\.self_attn\.k_proj\.weight is not in memory.*device_map"):
+        with pytest.raises(
+            UnsupportedModel,
+            match=r"^model\.layers\.2\.self_attn\.k_proj\.weight is not in memory.*device_map",
+        ):
             check_prunable(model, bind(model))
 
     def test_shared_weights_are_named(self, model):
         first, _, last = model.model.layers
         last.mlp.gate_proj.weight = first.mlp.gate_proj.weight
-        with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.gate_proj\.weight is shared between .*layers\.2\.mlp"):
+        with pytest.raises(
+            UnsupportedModel, match=r"layers\.0\.mlp\.gate_proj\.weight is shared between .*layers\.2\.mlp"
+        ):
             check_prunable(model, bind(model))
         last.mlp.gate_proj = first.mlp.gate_proj  # the module itself
         with pytest.raises(UnsupportedModel, match="is shared between"):

@@ -1,4 +1,5 @@
 """Sizes: measured on the modules, written into the config, read from it, applied to a skeleton."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import subprocess
 import sys
@@ -83,14 +84,25 @@ class TestDescribe:
         assert block_method(config) is None
         assert shapes(build_skeleton(type(model), config)) == shapes(model)
         written = config.to_dict()
-        assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (4, 2, 4)
+        assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (
+            4,
+            2,
+            4,
+        )
         assert written["intermediate_size"] == 40
-        assert not written.keys() & {"per_layer_config", "quantization_config", "allow_global_per_layer_attribute_access"}
+        assert not written.keys() & {
+            "per_layer_config",
+            "quantization_config",
+            "allow_global_per_layer_attribute_access",
+        }
 
     def test_heads_that_do_not_divide_the_hidden_size(self, tmp_path):
         model = keep_(llama(), kv_group=3)
         reason = why_not_stock(model)
-        assert reason is not None and "hidden size (32) is not a multiple of the number of attention heads (6)" in reason
+        assert (
+            reason is not None
+            and "hidden size (32) is not a multiple of the number of attention heads (6)" in reason
+        )
         assert describe_(model) == "compact"
         config = through_json(model.config, tmp_path)
         assert config.to_dict()["num_attention_heads"] == 8  # what the class accepts; the truth is per layer
@@ -116,7 +128,11 @@ class TestDescribe:
         written = model.config.to_dict()
         assert written["quantization_config"] == COMPACT
         assert written["intermediate_size"] == 40  # the widest layer's
-        assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (8, 4, 4)
+        assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (
+            8,
+            4,
+            4,
+        )
         assert written["allow_global_per_layer_attribute_access"] is True
         assert written["per_layer_config"] == {
             "1": {"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 24},
@@ -142,6 +158,14 @@ class TestDescribe:
         config = through_json(model.config, tmp_path)
         assert block_method(config) is None
         assert shapes(build_skeleton(type(model), config)) == shapes(model)
+
+    @pytest.mark.parametrize(("cut", "layout"), [(uniformly, "stock"), (unevenly, "compact")])
+    def test_the_size_of_heads_is_always_written(self, cut, layout):
+        model = llama()
+        del model.config.head_dim  # as in the configs of classes that derive it
+        cut(model)
+        assert describe_(model) == layout
+        assert model.config.to_dict()["head_dim"] == 4
 
     def test_another_quantizers_block_is_left_alone(self):
         model = llama()
@@ -203,7 +227,7 @@ def test_forgetting_the_quantizer():
 
 
 def test_the_plugin_is_registered_whatever_is_imported_first():
-    # Importing transformers' models registers the plugin, which must not need a file that is just being imported.
+    # Importing transformers' models registers the plugin, which must not need a file that is half imported.
     script = """
 import sys
 import optimum_prune.sizes

@@ -54,7 +54,10 @@ def test_other_groups_are_left_alone(model):
 
 
 def test_cuts_compose(model):
-    twice, once = group_of(model, "mlp_channel", 0), group_of(llama(attention_bias=True, mlp_bias=True), "mlp_channel", 0)
+    twice, once = (
+        group_of(model, "mlp_channel", 0),
+        group_of(llama(attention_bias=True, mlp_bias=True), "mlp_channel", 0),
+    )
     slice_(twice, [1, 2, 3, 10, 20])
     slice_(twice, [0, 3])
     slice_(once, [1, 10])
@@ -79,6 +82,8 @@ def test_old_gradients_are_dropped(model):
 @pytest.mark.parametrize("kept", [[], [-1, 0], [4], [2, 1], [1, 1]], ids=str)
 def test_refuses_other_than_sorted_units(model, kept):
     before = dict(model.named_parameters())
-    with pytest.raises(InvalidConfig, match=r"model\.layers\.1\.self_attn has units 0 to 3; kept must be sorted"):
+    with pytest.raises(
+        InvalidConfig, match=r"model\.layers\.1\.self_attn has units 0 to 3; kept must be sorted"
+    ):
         slice_(group_of(model, "kv_group"), kept)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())

@@ -99,14 +99,15 @@ def _forward(
             logits = getattr(model(**_to(batch, model.device), use_cache=False), "logits", None)
             if logits is None or logits.dim() != 3:
                 raise UnsupportedModel(
-                    f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. Load the "
-                    "model with its language-model head (AutoModelForCausalLM), or choose a scorer that needs no data."
+                    f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. "
+                    "Load the model with its language-model head (AutoModelForCausalLM), or choose a scorer that "
+                    "needs no data."
                 )
             value = objective(logits, batch["attention_mask"].bool().to(logits.device))
             if not torch.isfinite(value):
                 raise UnsupportedModel(
-                    f"The output of {_first_not_finite(calls, last[0])} is not finite on a calibration batch. Load the "
-                    "model in bfloat16 or float32, and check that it works on its own."
+                    f"The output of {_first_not_finite(calls, last[0])} is not finite on a calibration batch. "
+                    "Load the model in bfloat16 or float32, and check that it works on its own."
                 )
             upstream += torch.autograd.grad(value * scale, last)
             del logits, value
@@ -132,8 +133,8 @@ def _block_backward(
     totals: dict[nn.Linear, Tensor] = {}
 
     def take(linear: nn.Linear, gradient: Tensor) -> Tensor:
-        # As soon as it is there: autograd.grad holds the gradients of all weights until it returns. It gets a stand-in
-        # without memory of its own.
+        # As soon as it is there: autograd.grad holds all gradients until it returns, a second block's worth. It
+        # gets a stand-in without memory of its own.
         totals[linear] = totals[linear].add_(gradient) if linear in totals else gradient.float()
         return gradient.new_zeros(()).expand_as(gradient)
 

@@ -1,14 +1,17 @@
-"""The command `optimum-cli prune`. Its flags are the fields of the configurations; torch is imported in `run` only."""
+"""The command `optimum-cli prune`: its flags are the fields of the configurations; torch comes with `run`."""
 
 import argparse
+import logging
 import tempfile
 import typing
+import warnings
 from dataclasses import Field, fields, replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-# not from `optimum.commands`, which is a namespace without names: the import would break every optimum-cli command
+# not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_prune import registry
@@ -17,6 +20,7 @@ from optimum_prune.errors import InvalidConfig, PruningError
 
 CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
 LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
+INTERRUPTED = 130  # what shells report of a program that ended by Ctrl-C
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,11 +31,11 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown flags with the nearest one; left to the root parser, they would get its usage instead."""
+        """Refuse unknown flags with the nearest one; the root parser would refuse them with its own usage."""
         namespace, foreign = super().parse_known_args(args, namespace)
         if foreign:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            nearest = get_close_matches(foreign[0], flags, n=1)
+            nearest = get_close_matches(foreign[0].partition("=")[0], flags, n=1)
             suggestion = f". Did you mean {nearest[0]}?" if nearest else ""
             self.error(f"unrecognized arguments: {' '.join(foreign)}{suggestion}")
         return namespace, foreign
@@ -41,6 +45,8 @@ class RunCommand(BaseOptimumCLICommand):
     """`optimum-cli prune run`: load, prune, evaluate if asked, save."""
 
     COMMAND = CommandInfo("run", help="Prune a model and save it.")
+    parser: argparse.ArgumentParser
+    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -50,44 +56,33 @@ class RunCommand(BaseOptimumCLICommand):
             f"Architectures: {', '.join(registry.available('adapters'))}. "
             f"Scorers: {', '.join(registry.available('scorers'))}."
         )
-        parser.add_argument("--model", required=True, help="model id on the Hub, or a local folder")
-        parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
-        parser.add_argument("--recipe", type=Path, metavar="FILE", help="YAML or JSON recipe; flags override its values")
-        parser.add_argument(
+        add = parser.add_argument
+        add("--model", required=True, help="model id on the Hub, or a local folder")
+        add("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
+        add("--recipe", type=Path, metavar="FILE", help="YAML or JSON recipe; flags override its values")
+        add(
             "--layout",
             choices=("auto", "stock", "compact"),
             default="auto",
-            help="how the model is written: 'stock' loads without this package and needs equal widths in every layer, "
-            "'compact' takes any; 'auto' chooses (default)",
+            help="how the model is written: 'stock' loads without this package and needs equal widths in "
+            "every layer, 'compact' takes any; 'auto' chooses (default)",
         )
-        parser.add_argument("--evaluate", metavar="SOURCE", help="measure on this data; the same kinds as calibration's")
-        parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="dtype to load in")
-        parser.add_argument("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
-        parser.add_argument("--gguf-file", metavar="FILE", help="GGUF file inside the model's folder or repository")
+        add("--evaluate", metavar="SOURCE", help="measure on this data; the same kinds as calibration's")
+        add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="dtype to load in")
+        add("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
+        add("--gguf-file", metavar="FILE", help="GGUF file inside the model's folder or repository")
         _add_fields(parser.add_argument_group("pruning"), PruningConfig)
         _add_fields(parser.add_argument_group("calibration"), CalibrationConfig, prefix=CALIBRATION)
 
     def run(self) -> None:
         """Do what was asked; a user's mistake ends in one line and exit code 2."""
+        _warn_plainly()
         try:
-            self._run(self.args)
+            _run(self.args)
         except PruningError as error:
-            self.parser.error(str(error))  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def _run(args: Any) -> None:
-        config = _config(args)
-        _check_output(args.output, args.model)
-
-        from optimum_prune.pruner import Pruner  # here, because it brings torch
-
-        loading = {name: value for name in LOADING if (value := getattr(args, name)) is not None}
-        pruner = Pruner.from_pretrained(args.model, **loading)
-        print(pruner.prune(config))
-        if args.evaluate is not None:
-            print(pruner.evaluate(args.evaluate))
-        pruner.save_pretrained(args.output, layout=args.layout)
-        print(f"Saved to {args.output}")
+            self.parser.error(str(error))
+        except KeyboardInterrupt:
+            self.parser.exit(INTERRUPTED, "\nInterrupted.\n")  # below what is left of a progress bar
 
 
 class PruneCommand(BaseOptimumCLICommand):
@@ -102,6 +97,35 @@ class PruneCommand(BaseOptimumCLICommand):
         if not hasattr(self, "_subparsers"):
             self._subparsers = self.parser.add_subparsers(parser_class=OneLineParser)
         return self._subparsers
+
+
+def _run(args: argparse.Namespace) -> None:
+    config = _config(args)
+    _check_output(args.output, args.model)
+    if args.evaluate is not None and find_spec("evaluate") is None:
+        raise InvalidConfig("--evaluate needs the package 'evaluate': pip install 'optimum-prune[eval]'.")
+
+    from optimum_prune.calibration.sources import open_source
+    from optimum_prune.pruner import Pruner  # here, because it brings torch
+
+    if args.evaluate not in (None, "self"):  # refuse what cannot be read before hours of work, not after
+        open_source(CalibrationConfig(args.evaluate))
+    loading = {name: value for name in LOADING if (value := getattr(args, name)) is not None}
+    pruner = Pruner.from_pretrained(args.model, **loading)
+    print(pruner.prune(config))
+    if args.evaluate is not None:
+        pruner.evaluate(args.evaluate)
+        print(pruner.comparison())
+    pruner.save_pretrained(args.output, layout=args.layout)
+    print(f"Saved to {args.output}")
+
+
+def _warn_plainly() -> None:
+    """Show warnings as plain lines, as log messages are already, and only those that a user can act upon."""
+    warnings.formatwarning = lambda message, *_: f"{message}\n"  # the line of a file says nothing in a shell
+    warnings.simplefilter("ignore", FutureWarning)  # of other libraries, for those who program with them
+    # transformers warns of looks at a count that the layers no longer have in common, and takes them itself
+    logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
 
 
 def _add_fields(group: Any, config: type, prefix: str = "") -> None:
@@ -135,7 +159,7 @@ def _number_or_word(text: str) -> float | str:
         return text
 
 
-def _config(args: Any) -> PruningConfig:
+def _config(args: argparse.Namespace) -> PruningConfig:
     """Merge the recipe and the flags, then check the result: a recipe may leave what a flag gives."""
     recipe = read_recipe(args.recipe) if args.recipe else {}
     calibration = CalibrationConfig.from_dict(recipe.get("calibration", {}))
@@ -143,7 +167,7 @@ def _config(args: Any) -> PruningConfig:
     return PruningConfig.from_dict({**recipe, **_given(args, PruningConfig), "calibration": calibration})
 
 
-def _given(args: Any, config: type, prefix: str = "") -> dict[str, Any]:
+def _given(args: argparse.Namespace, config: type, prefix: str = "") -> dict[str, Any]:
     flags = {option.name: f"{prefix}{option.name}" for option in fields(config)}
     return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
 
@@ -160,6 +184,8 @@ def _check_output(output: Path, model: str) -> None:
             raise InvalidConfig(f"{name} is the model's own folder; choose another.")
         if output.exists() and not output.is_dir():
             raise InvalidConfig(f"{name} is a file; choose a folder.")
+        if Path.cwd().is_relative_to(output.resolve()):
+            raise InvalidConfig(f"{name} holds the working directory; choose another.")
         if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
             raise InvalidConfig(f"{name} is not empty and holds no checkpoint to replace; choose another.")
         parent = next(folder for folder in output.absolute().parents if folder.exists())

@@ -1,3 +1,4 @@
 """Where the package meets transformers and the Hub: loading, layouts, model cards."""
 
-import transformers.modeling_utils  # noqa: F401 - registers the plugin, which must not happen halfway through its own files
+# First of all: it registers the plugin, which must not happen when the files here are half imported.
+import transformers.modeling_utils  # noqa: F401

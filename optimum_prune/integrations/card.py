@@ -98,9 +98,8 @@ def inherited_metadata(name_or_path: str | os.PathLike[str] | None) -> dict[str,
             link = found.pop("license_link")
             if not os.path.exists(name):
                 found["license_link"] = hf_hub_url(name, link)
-    except (
-        Exception
-    ) as error:  # a network, a server and a stranger's YAML can fail in many ways, none worth a save
+    except Exception as error:
+        # A network, a server and a stranger's YAML fail in many ways. None of them is worth a save.
         logger.info("No metadata is inherited from the card of %s: %s", name, error)
         return {}
     return found

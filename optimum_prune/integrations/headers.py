@@ -69,8 +69,8 @@ def _compare(expected: Shapes, stored: Shapes) -> None:
         name = differing[0]
         raise CheckpointError(
             f"config.json says {name} is {_say(expected.get(name))}, but in the checkpoint it is "
-            f"{_say(stored.get(name))} ({len(differing)} of {len(expected)} tensors differ). The config and the weights "
-            "do not belong together."
+            f"{_say(stored.get(name))} ({len(differing)} of {len(expected)} tensors differ). The config and the "
+            "weights do not belong together."
         )
 
 

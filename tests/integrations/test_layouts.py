@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -18,27 +19,27 @@ from optimum_prune.pipeline import prune
 from optimum_prune.sizes import measure
 from optimum_prune.surgery import slice_
 from tests.models import every_model, llama, mistral
-from tests.outputs import outputs
+from tests.outputs import load, outputs
 from tests.processes import answer, run
 from tests.pruned import unevenly, uniformly
 
 NAMES = list(every_model())
+OURS = {"quantization_config", "per_layer_config", "allow_global_per_layer_attribute_access"}
 
 RELOAD = """
 import json, sys
 from pathlib import Path
 {plugin}
-from transformers import AutoModelForCausalLM
 from safetensors.torch import save_file
-from tests.outputs import outputs
+from tests.outputs import load, outputs
 
 answer = {{}}
 for folder in map(Path, sys.argv[1:]):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    model, complaints = load(folder, dtype="auto")
     save_file(outputs(model), folder.with_suffix(".safetensors"))
     answer[folder.name] = {{
         "class": type(model).__name__,
-        "complaints": {{kind: sorted(map(str, found)) for kind, found in info.items() if found}},
+        "complaints": {{kind: sorted(map(str, found)) for kind, found in complaints.items()}},
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
         "dtype": str(model.dtype),
     }}
@@ -157,10 +158,7 @@ def test_saving_again_with_the_package_writes_the_same_bytes(compact, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_itself_agrees_that_it_loads(compact, name):
     """On the meta device: its own loading code, without the weights. The oracle for `verify`."""
-    _, info = AutoModelForCausalLM.from_pretrained(
-        compact[0] / name, device_map="meta", output_loading_info=True
-    )
-    assert not any(info.values())
+    assert load(compact[0] / name, device_map="meta")[1] == {}
 
 
 # Stock
@@ -196,8 +194,7 @@ def test_process_without_the_package_computes_the_same(plain, name):
 def test_stock_config_says_nothing_of_the_plugin(plain):
     for name in plain[1]:
         config = json.loads((plain[0] / name / "config.json").read_text())
-        ours = {"quantization_config", "per_layer_config", "allow_global_per_layer_attribute_access"}
-        assert not ours & config.keys()
+        assert not OURS & config.keys()
 
 
 def test_heads_that_the_class_refuses_are_compact(tmp_path):
@@ -213,6 +210,20 @@ def test_process_without_the_package_fails_loudly_on_a_compact_one(plain):
     assert done.returncode != 0
     assert "RuntimeError" in done.stderr.splitlines()[-1]
     assert "optimum_prune" in done.stderr
+
+
+def test_layers_made_even_again_are_stock(tmp_path):
+    model = unevenly(llama())
+    smallest = measure(model)[2]
+    for group in bind(model):
+        slice_(group, range(next(smallest[name] for name in group.group.counts)))
+    assert save_checkpoint(model, tmp_path / "it") == "stock"
+    config = json.loads((tmp_path / "it" / "config.json").read_text())
+    assert smallest.items() <= config.items()
+    assert not OURS & config.keys()
+    assert torch.equal(
+        outputs(LlamaForCausalLM.from_pretrained(tmp_path / "it"))["logits"], outputs(model)["logits"]
+    )
 
 
 def test_dense_model_is_stock(tmp_path):
@@ -362,10 +373,9 @@ def test_a_tie_that_the_config_does_not_know_is_found(tmp_path):
 def loads(folder):
     """Whether transformers' own code finds a place for every tensor and a tensor for every place."""
     try:
-        _, info = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        return load(folder, device_map="meta")[1] == {}
     except Exception:
         return False
-    return not any(info.values())
 
 
 def contents(folder):
@@ -377,7 +387,7 @@ def contents(folder):
 
 def test_model_of_a_gguf_file_becomes_a_normal_checkpoint(tmp_path):
     """Its weights are plain. A block in the config and a quantizer are left of the file: both must go."""
-    model = llama()
+    model: Any = llama()
     expected = outputs(model)
     model.config.quantization_config = GgufConfig(gguf_file="dense.gguf")
     model.hf_quantizer, model.is_quantized, model.quantization_method = object(), True, "gguf"
@@ -490,10 +500,19 @@ from tests.models import llama
 from tests.pruned import unevenly
 
 root = Path(sys.argv[1])
-models = [unevenly(llama(seed=seed)) for seed in (0, 1)]
-# Shards of different sizes, so that a mixture of both would be noticed.
-save = lambda i: layouts.save_checkpoint(models[i % 2], root / "it", max_shard_size=("6KB", "20KB")[i % 2])
-save(0)
+
+def save(which):
+    # Shards of different sizes, so that a mixture of both would be noticed.
+    layouts.save_checkpoint(unevenly(llama(seed=which)), root / "it", max_shard_size=("30KB", "120KB")[which])
+
+def child(*saves):
+    # This process itself never saves: it must have no threads when it forks.
+    process = os.fork()
+    if process:
+        return process
+    for which in saves:
+        save(which)
+    os._exit(0)
 
 def die(*arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -503,31 +522,36 @@ def exchange_and_die(*paths):
     die()
 
 exchange = directories._exchange
-moments = [
-    lambda: setattr(layouts, "verify_checkpoint", die),
-    lambda: setattr(directories, "_sync", die),
-    lambda: setattr(directories, "_swap", die),
-    lambda: setattr(directories, "_exchange", exchange_and_die),
-]
+replaced = {
+    (layouts, "verify_checkpoint"): die,
+    (directories, "_sync"): die,
+    (directories, "_swap"): die,
+    (directories, "_exchange"): exchange_and_die,
+}
 start = time.perf_counter()
-save(0)
+assert os.waitpid(child(0), 0)[1] == 0
 duration = time.perf_counter() - start
-generator = random.Random(0)
 left_over = []
-for moment in range(20):
-    child = os.fork()
-    if not child:
-        if moment < len(moments):
-            moments[moment]()
-        for i in range(1, 1000):
-            save(i)
-    if moment >= len(moments):
-        time.sleep(generator.uniform(0, 5 * duration))
-        os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    shutil.copytree(root / "it", root / str(moment))
+
+def note_death(process):
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    shutil.copytree(root / "it", root / str(len(left_over)))
     left_over.append([name for name in os.listdir(root) if name.startswith(".it.saving-")])
-save(0)
+
+for (module, name), function in replaced.items():
+    original = getattr(module, name)
+    setattr(module, name, function)
+    note_death(child(1))
+    setattr(module, name, original)
+
+generator = random.Random(0)
+for _ in range(12):
+    process = child(*[1, 0] * 100)
+    time.sleep(generator.uniform(0, 2 * duration))
+    os.kill(process, signal.SIGKILL)
+    note_death(process)
+
+assert os.waitpid(child(0), 0)[1] == 0
 at_last = [name for name in os.listdir(root) if not name.isdigit()]
 print(json.dumps({"left_over": left_over, "at last": at_last}))
 """
@@ -538,8 +562,8 @@ def test_killed_at_any_moment_leaves_the_old_or_the_new(tmp_path):
     whole = [outputs(unevenly(llama(seed=seed)))["logits"] for seed in (0, 1)]
     states = []
     for moment in range(len(found["left_over"])):
-        model, info = LlamaForCausalLM.from_pretrained(tmp_path / str(moment), output_loading_info=True)
-        assert not any(info.values())
+        model, complaints = load(tmp_path / str(moment))
+        assert complaints == {}
         logits = outputs(model)["logits"]
         states.append(next(i for i, of in enumerate(whole) if torch.equal(logits, of)))
     # Killed three times before the exchange, and once between it and the removal of the old.

@@ -1,0 +1,90 @@
+"""Peak memory of NTK's gradients: streamed block by block, against one plain backward over all weights.
+
+Each variant runs in a process of its own, on the same data; figures are whole-process peaks and wall times.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+from optimum_prune import CalibrationConfig, registry
+from optimum_prune.binding import bind
+from optimum_prune.calibration.data import load_samples
+from optimum_prune.scorers.base import Statistics, unit_scores
+from optimum_prune.scoring import score_groups
+from tests.benchmarks.smollm2 import load_pruner, texts
+
+BATCH = 4
+
+
+def run() -> None:
+    """Print one table."""
+    results = {name: _in_process(name) for name in ("load only", "plain", "streamed")}
+    base = results["load only"]["peak_mb"]
+    print("NTK scores of SmolLM2-135M in float32, 32 x 128 tokens, micro-batches of 4; one process each\n")
+    print("| gradients | peak MB | above the loaded model | seconds |\n|---|---|---|---|")
+    for name, result in results.items():
+        print(f"| {name} | {result['peak_mb']:.0f} | {result['peak_mb'] - base:.0f} | {result['seconds']:.1f} |")
+    equal = results["plain"]["scores"] == results["streamed"]["scores"]
+    print(f"\nScores of all {len(results['plain']['scores']):,} units equal bit for bit: {equal}")
+
+
+def _in_process(name: str) -> dict:
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.gradients", name], check=True, capture_output=True, text=True
+    ).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def _measure(name: str) -> None:
+    pruner = load_pruner()
+    model, groups = pruner.model, bind(pruner.model)
+    _ = sum(float(parameter.detach().sum()) for parameter in model.parameters())  # memory-mapped until touched
+    data = load_samples(CalibrationConfig(texts()[1], num_samples=32, seq_len=128), model, pruner.tokenizer)
+    scorer = registry.load("scorers", "ntk")
+    start = time.perf_counter()
+    scores = []
+    if name == "streamed":
+        scores = score_groups(model, groups, scorer, data=data, batch_size=BATCH)
+    elif name == "plain":
+        scores = _plain(model, groups, scorer, data)
+    print(
+        json.dumps(
+            {
+                "seconds": time.perf_counter() - start,
+                "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                "scores": torch.cat(scores).tolist() if scores else [],
+            }
+        )
+    )
+
+
+def _plain(model, groups, scorer, data):
+    """Score from one ordinary backward per micro-batch, gradients of all weights held at once."""
+    model.requires_grad_(False)
+    for group in groups:
+        for linear in group.linears:
+            linear.weight.requires_grad_(True)
+    for batch in data.batches(BATCH, 0):
+        logits = model(**batch, use_cache=False).logits
+        (scorer.objective(logits, batch["attention_mask"].bool()) * (1 / len(data.samples))).backward()
+    generator = torch.Generator()
+    with torch.no_grad():
+        return [
+            unit_scores(
+                *(
+                    [scorer.score(linear.weight, Statistics(generator, linear.weight.grad)) for linear in linears]
+                    for linears in (group.writers, group.readers)
+                ),
+                group.num_units,
+            )
+            for group in groups
+        ]
+
+
+if __name__ == "__main__":
+    _measure(sys.argv[1]) if len(sys.argv) > 1 else run()
