@@ -123,7 +123,7 @@ def choose(scores: Sequence[Tensor], budget: Budget) -> list[Tensor]:
     """Choose the units to keep.
 
     Args:
-        scores: one `(num_units,) float32` per group; larger = keep. Ties go by position, so equal inputs give equal bits.
+        scores: one `(num_units,) float32` per group; larger = keep. Ties go by position.
         budget: from `budgets`, for these groups.
 
     Returns:
@@ -169,7 +169,8 @@ def _refuse_unreachable(unit: str, members: Sequence[Size], budget: Budget) -> N
         )
     if isinstance(budget.remove, list):  # rounding the kept counts up may spare all that is left to remove
         asked = sum(
-            size - _round_up(size - gone, budget.round_to, size) for size, gone in zip(sizes, budget.remove, strict=True)
+            size - _round_up(size - gone, budget.round_to, size)
+            for size, gone in zip(sizes, budget.remove, strict=True)
         )
     if asked == 0:
         if isinstance(budget.remove, int):

@@ -202,7 +202,7 @@ def _check(group: BoundGroup) -> None:
         if not _is_plain(module):
             raise UnsupportedModel(
                 f"{name} is a {_describe(module)}, not a plain linear layer: the model is quantised or wrapped. "
-                "Prune the plain model first (load without a quantizer, merge or unload adapters), then quantise or tune."
+                "Prune the plain model (load without a quantizer, merge or unload adapters), then quantise or tune."
             )
     axes = [linear.weight.shape[0] for linear in group.writers] + [linear.weight.shape[1] for linear in group.readers]
     for name, width in zip(group.linear_names, axes, strict=True):

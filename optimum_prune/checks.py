@@ -72,11 +72,7 @@ def list_of(what: str, each: Check) -> Check:
 
     def check(name: str, value: Any) -> list[str]:
         values = [value] if isinstance(value, str) else value
-        if (
-            not isinstance(values, list | tuple)
-            or not values
-            or not all(v and isinstance(v, str) for v in values)
-        ):
+        if not isinstance(values, list | tuple) or not values or not all(isinstance(v, str) and v for v in values):
             raise refuse(name, f"None or a non-empty list of {what}", value)
         if len(set(values)) < len(values):
             raise refuse(name, "free of repetitions", value)
@@ -110,9 +106,7 @@ def source(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple) and value:
         if all(isinstance(item, str) for item in value) or all(map(_is_token_ids, value)):
             return list(value)
-        raise InvalidConfig(
-            f"{name} must hold only strings, or only lists of token ids; it mixes or holds others."
-        )
+        raise InvalidConfig(f"{name} must hold only strings, or only lists of token ids; it mixes or holds others.")
     if isinstance(value, Mapping) and value:  # a DatasetDict
         raise InvalidConfig(f"{name} must be one dataset; choose one of {sorted(map(str, value))}.")
     if hasattr(value, "column_names") and not isinstance(value, Mapping):

@@ -127,7 +127,7 @@ class _Config:
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML recipe."""
-        text = _yaml().safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        text = _yaml().safe_dump(self.to_dict(), sort_keys=False)  # its allow_unicode would lose line breaks
         Path(path).write_text(text, encoding="utf-8")
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -186,17 +186,13 @@ class PruningConfig(_Config):
 
     quant_method: ClassVar = "optimum_prune"  # the word by which transformers finds the plugin
 
-    pattern: str = _option(
-        "structured", checks.pattern, "what kind of thing is removed: 'structured', whole units"
-    )
+    pattern: str = _option("structured", checks.pattern, "what kind of thing is removed: 'structured', whole units")
     scorer: str = _option(
         "ntk",
         checks.one_of("scorer", lambda: registry.available("scorers")),
         "how units are ranked, by name",
     )
-    sparsity: float | None = _option(
-        None, checks.sparsity, "fraction of the targeted weights to remove, in [0, 1)"
-    )
+    sparsity: float | None = _option(None, checks.sparsity, "fraction of the targeted weights to remove, in [0, 1)")
     allocation: str = _option(
         "auto",
         checks.one_of("allocation", lambda: ALLOCATIONS),
@@ -210,8 +206,7 @@ class PruningConfig(_Config):
     units: list[str] | None = _option(
         None,
         checks.list_of("kinds of unit", checks.one_of("unit", lambda: UNITS)),
-        "kinds of unit to remove: 'kv_group' (a key/value head with its query heads), 'mlp_channel'; by "
-        "default all",
+        "kinds of unit to remove: 'kv_group' (a key/value head with its query heads), 'mlp_channel'; by default all",
     )
     include: list[str] | None = _option(
         None,
@@ -222,9 +217,7 @@ class PruningConfig(_Config):
         None, checks.list_of("glob patterns", checks.text), "glob patterns of the modules to leave"
     )
     round_to: int = _option(8, checks.integer(1), "MLP channels kept are rounded up to a multiple of this")
-    calibration: CalibrationConfig = _option(
-        CalibrationConfig, _calibration, "data for scorers that need any"
-    )
+    calibration: CalibrationConfig = _option(CalibrationConfig, _calibration, "data for scorers that need any")
     seed: int = _option(0, checks.integer(0), "seed of whatever is random in a scorer")
 
     def __post_init__(self) -> None:
@@ -233,8 +226,7 @@ class PruningConfig(_Config):
         self._check_pattern()
         if self.gamma != "auto" and self.allocation not in ("auto", "gamma"):
             raise InvalidConfig(
-                f"gamma={self.gamma} has no meaning with allocation={self.allocation!r}; "
-                "use allocation='gamma'."
+                f"gamma={self.gamma} has no meaning with allocation={self.allocation!r}; use allocation='gamma'."
             )
 
     def _check_pattern(self) -> None:
@@ -251,9 +243,7 @@ class PruningConfig(_Config):
                 f"available: {', '.join(map(repr, checks.PATTERNS))}."
             )
         if self.sparsity is None:
-            raise InvalidConfig(
-                "sparsity is required: the fraction of the targeted weights to remove, in [0, 1)."
-            )
+            raise InvalidConfig("sparsity is required: the fraction of the targeted weights to remove, in [0, 1).")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""

@@ -45,9 +45,7 @@ class DenseReference:
     data: str
 
 
-def dense_reference(
-    model: PreTrainedModel, data: CalibrationData, *, batch_size: int = 1
-) -> DenseReference | None:
+def dense_reference(model: PreTrainedModel, data: CalibrationData, *, batch_size: int = 1) -> DenseReference | None:
     """Capture a dense model before it is pruned in place, for `evaluate_model` to compare with.
 
     Args:
@@ -208,9 +206,7 @@ def _probe(model: PreTrainedModel, head: nn.Module, states: Tensor) -> Tensor:
     return head(states[:PROBE].to(model.device, model.dtype)).float().cpu()
 
 
-def _dense_states(
-    model: PreTrainedModel, head: nn.Module | None, reference: DenseReference
-) -> list[Tensor] | None:
+def _dense_states(model: PreTrainedModel, head: nn.Module | None, reference: DenseReference) -> list[Tensor] | None:
     """Return the dense states if the output embedding still makes the dense model's logits of them."""
     if head is not None:
         now, then = _probe(model, head, reference.states[0]), reference.probe

@@ -1,9 +1,11 @@
 """Measurements as data, and the table that sets a pruned model beside its dense one."""
 
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
+from optimum_prune.errors import InvalidConfig
 from optimum_prune.report import align, describe_data
 
 
@@ -104,6 +106,20 @@ class Evaluation:
 
     def __str__(self) -> str:
         return comparison(None, self)
+
+
+def check_evaluation(dataset: object) -> None:
+    """Refuse an evaluation that cannot be made, before hours of work and not after.
+
+    Raises:
+        InvalidConfig: the package `evaluate` is missing, or the data would be the model's own.
+    """
+    if find_spec("evaluate") is None:
+        raise InvalidConfig("Evaluation needs the package 'evaluate': pip install 'optimum-prune[eval]'.")
+    if isinstance(dataset, str) and dataset == "self":
+        raise InvalidConfig(
+            "Evaluation needs text that the model did not write itself; pass other data than 'self'."
+        )
 
 
 def comparison(dense: Evaluation | None, pruned: Evaluation) -> str:

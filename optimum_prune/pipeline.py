@@ -22,16 +22,13 @@ from optimum_prune.scoring import score_groups
 from optimum_prune.sizes import METHOD, block_method, describe_, forget_quantizer_
 from optimum_prune.surgery import slice_
 
-
 TOLERANCE = 0.02
 """Difference between asked and achieved, in fractions of a kind's weights, from which on the report warns."""
 
 
 # Under a caller's inference mode no gradient could be taken, and the cut weights never trained.
 @torch.inference_mode(False)
-def prune(
-    model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, processor: Any = None
-) -> PruningReport:
+def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, processor: Any = None) -> PruningReport:
     """Prune a live model in place.
 
     Everything that can be refused is refused before the first weight changes.
@@ -52,7 +49,7 @@ def prune(
     sparsity = float(config.sparsity or 0.0)
     bound = bind(model)
     targets = select(bound, config.units, config.include, config.exclude)
-    scorer: Scorer = registry.load("scorers", config.scorer)  # pyright: ignore[reportAssignmentType]
+    scorer: Scorer = registry.load("scorers", config.scorer)
     allocation, gamma = _allocation(config, scorer, targets)
     sizes = [Size(group.name, group.unit, group.num_units, group.weights) for group in targets]
     plan = budgets(sizes, sparsity, allocation, gamma=gamma or 1.0, round_to=config.round_to)
@@ -62,9 +59,7 @@ def prune(
     if scorer.objective is not None:
         tokenizer = tokenizer or getattr(processor, "tokenizer", None)
         data = load_samples(config.calibration, model, tokenizer, default_seq_len=scorer.seq_len)
-    scores = score_groups(
-        model, targets, scorer, data=data, batch_size=config.calibration.batch_size, seed=config.seed
-    )
+    scores = score_groups(model, targets, scorer, data=data, batch_size=config.calibration.batch_size, seed=config.seed)
     kept = _choose(targets, scores, plan)
     groups = _cut(model, targets, kept, sizes)
     report = PruningReport(
@@ -88,8 +83,8 @@ def prune(
         base_revision=getattr(model.config, "_commit_hash", None),
     )
     report.warnings += [
-        f"{unit}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}, as only whole units go (and what is kept "
-        "is rounded and has a floor)."
+        f"{unit}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}: only whole units go, and what is kept "
+        "is rounded up and has a floor."
         for unit, total in report.per_unit.items()
         if abs(total["asked"] - total["achieved"]) > TOLERANCE
     ]
@@ -97,9 +92,7 @@ def prune(
     return report
 
 
-def _allocation(
-    config: PruningConfig, scorer: Scorer, targets: Sequence[BoundGroup]
-) -> tuple[str, float | None]:
+def _allocation(config: PruningConfig, scorer: Scorer, targets: Sequence[BoundGroup]) -> tuple[str, float | None]:
     """Resolve `"auto"`, and refuse a ranking that means nothing for the scorer."""
     allocation = config.allocation
     if allocation == "auto":
@@ -127,9 +120,11 @@ def _choose(targets: Sequence[BoundGroup], scores: Sequence[Tensor], plan: dict[
     for unit, budget in plan.items():
         members = [(group, score) for group, score in zip(targets, scores, strict=True) if group.unit == unit]
         chosen = choose([score for _, score in members], budget)
-        if budget.sparsity > 0 and all(len(keep) == len(score) for keep, (_, score) in zip(chosen, members, strict=True)):
+        if budget.sparsity > 0 and all(
+            len(keep) == len(score) for keep, (_, score) in zip(chosen, members, strict=True)
+        ):
             raise InvalidConfig(
-                f"{unit}: rounding every kept count up to a multiple of {budget.round_to} spares all that a sparsity of "
+                f"{unit}: rounding every kept count up to a multiple of {budget.round_to} spares what a sparsity of "
                 f"{budget.sparsity:.4g} condemns. Lower round_to or raise the sparsity."
             )
         kept |= {group.name: keep for (group, _), keep in zip(members, chosen, strict=True)}
@@ -145,7 +140,7 @@ def _cut(
             slice_(group, keep)
         if block_method(model.config) not in (None, METHOD):
             # The weights are plain (bind has seen to it): the block speaks of the file that they were loaded from.
-            del model.config.quantization_config
+            delattr(model.config, "quantization_config")
         forget_quantizer_(model)
         describe_(model)
     except BaseException as error:

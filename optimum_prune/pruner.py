@@ -16,7 +16,7 @@ from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_m
 from optimum_prune.integrations.card import inherited_metadata, model_card
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.latency import measure_latency
-from optimum_prune.measurements import Evaluation, comparison
+from optimum_prune.measurements import Evaluation, check_evaluation, comparison
 from optimum_prune.pipeline import prune
 from optimum_prune.report import PruningReport
 
@@ -39,7 +39,7 @@ class Pruner:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, processor: Any = None):
         self.model = model
-        self.tokenizer = tokenizer or getattr(processor, "tokenizer", None)
+        self.tokenizer: Any = tokenizer or getattr(processor, "tokenizer", None)
         self.processor = processor
         self.report: PruningReport | None = None
         self.evaluations: dict[str, Evaluation] = {}
@@ -80,6 +80,7 @@ class Pruner:
     def prune(self, config: PruningConfig) -> PruningReport:
         """Prune `model` in place; see `prune`."""
         self.report = prune(self.model, config, self.tokenizer, self.processor)
+        self.evaluations.pop("pruned", None)  # of an earlier cut
         return self.report
 
     def evaluate(self, dataset: Any, *, latency: bool = True, **options: Any) -> Evaluation:
@@ -97,6 +98,7 @@ class Pruner:
         Returns:
             The evaluation of `model`, also kept in `evaluations` under `"dense"` or `"pruned"`.
         """
+        check_evaluation(dataset)
         config = CalibrationConfig(dataset, **options)
         data = load_samples(config, self.model, self.tokenizer, order="first")
         name = "pruned" if self.is_pruned else "dense"
@@ -167,9 +169,7 @@ class Pruner:
                 )
                 card.save(folder / "README.md")
 
-        return save_checkpoint(
-            self.model, directory, layout=layout, verify=verify, companions=companions, **kwargs
-        )
+        return save_checkpoint(self.model, directory, layout=layout, verify=verify, companions=companions, **kwargs)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pkgutil
 from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedArchitecture, unknown
 
@@ -36,7 +36,7 @@ def available(kind: str) -> list[str]:
     return sorted({*_files(kind), *_entry_points(kind).names})
 
 
-def load(kind: str, name: str) -> object:
+def load(kind: str, name: str) -> Any:
     """Import the one file (or entry point) of that name and return what it exports.
 
     Args:

@@ -200,9 +200,7 @@ class PruningReport:
         for stack, layers in groupby(self.per_layer.items(), key=lambda item: item[0][0]):
             rows.append((stack,))
             for (_, layer), counts in layers:
-                rows.append(
-                    (str(layer), *(count(unit, *counts[unit]) if unit in counts else "" for unit in units))
-                )
+                rows.append((str(layer), *(count(unit, *counts[unit]) if unit in counts else "" for unit in units)))
         rows.append(("all", *(count(unit, total["after"], total["before"]) for unit, total in units.items())))
         for word in ("asked", "achieved"):
             rows.append((word, *(f"{total[word]:.1%}" for total in units.values())))
@@ -229,10 +227,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lay out rows of cells as lines; a row of one cell is a heading and widens no column."""
     table = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

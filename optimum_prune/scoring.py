@@ -1,6 +1,7 @@
 """Scores of units on a live model: the bridge from pure scorers to bound groups."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,11 @@ def score_groups(
             raise UnsupportedModel(f"The {scorer.name} scores of {group.name} are not finite.")
         scores[group.name] = total
 
+    def score_block(members: Sequence[BoundGroup], layer: int, gradients: Mapping[nn.Linear, Tensor]) -> None:
+        for group in members:
+            if group.layer == layer:
+                score(group, gradients)
+
     if scorer.objective is None:
         with torch.no_grad():
             for group in groups:
@@ -72,8 +78,6 @@ def score_groups(
                     linears,
                     batches,
                     scorer.objective,
-                    lambda layer, gradients, members=members: [
-                        score(group, gradients) for group in members if group.layer == layer
-                    ],
+                    partial(score_block, members),
                 )
     return [scores[group.name] for group in groups]

@@ -1,7 +1,7 @@
 """The sizes of a model's blocks: measured on the modules, written into the config, read from it, applied to a skeleton.
 
-A decoder's per-layer sizes live in transformers' own `per_layer_config`; whatever the plain config can say is said there
-instead, so that plain transformers loads it (FORMAT.md).
+A decoder's per-layer sizes live in transformers' own `per_layer_config`; what the plain config can say is said
+there instead, so that plain transformers loads it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def describe_(model: PreTrainedModel) -> str:
 def why_not_stock(model: PreTrainedModel) -> str | None:
     """Say why a plain config cannot describe the model, or None if it can.
 
-    The class itself is asked: it builds a skeleton from the plain config, on the meta device, and the shapes are compared.
+    The class is asked: it builds a skeleton from the plain config, on the meta device, and shapes are compared.
     """
     uniform = _uniform(measure(model))
     if uniform is None:
@@ -123,7 +123,7 @@ def forget_quantizer_(model: PreTrainedModel) -> None:
     for attribute in ("hf_quantizer", "quantization_method"):
         if hasattr(model, attribute):
             delattr(model, attribute)
-    model.is_quantized = False
+    setattr(model, "is_quantized", False)  # noqa: B010 - an attribute that transformers declares nowhere
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:
@@ -160,7 +160,7 @@ def _plain_(config: PreTrainedConfig) -> None:
     text.per_layer_config = None
     text.__dict__.pop("allow_global_per_layer_attribute_access", None)
     if block_method(config) == METHOD:
-        del config.quantization_config
+        delattr(config, "quantization_config")
 
 
 def _set(config: PreTrainedConfig, values: dict[str, Any]) -> None:

@@ -50,7 +50,5 @@ def _positions(kept: Tensor, units: int, width: int) -> Tensor:
 
 
 @torch.no_grad()
-def _cut(parameter: nn.Parameter, dim: int, index: Tensor) -> nn.Parameter:
-    return nn.Parameter(
-        parameter.index_select(dim, index.to(parameter.device)), requires_grad=parameter.requires_grad
-    )
+def _cut(parameter: Tensor, dim: int, index: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.index_select(dim, index.to(parameter.device)), requires_grad=parameter.requires_grad)

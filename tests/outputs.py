@@ -36,8 +36,7 @@ def outputs(model: Any) -> dict[str, Tensor]:
         for name, cache in caches.items():
             result[name] = model.generate(ids, attention_mask=mask, **options, **cache)[:, ids.shape[1] :]
         alone = [
-            model.generate(row[keep][None], **options)[:, -STEPS:]
-            for row, keep in zip(ids, mask.bool(), strict=True)
+            model.generate(row[keep][None], **options)[:, -STEPS:] for row, keep in zip(ids, mask.bool(), strict=True)
         ]
     return {name: tensor.contiguous() for name, tensor in result.items()} | {"alone": torch.cat(alone)}
 

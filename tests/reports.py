@@ -50,13 +50,9 @@ def report(layers: int = 3, **changes: Any) -> PruningReport:
     return PruningReport(**values | changes)
 
 
-def group(
-    name: str, layer: int, unit: str, before: int, after: int, weights: int, stack: str = "model.layers"
-):
+def group(name: str, layer: int, unit: str, before: int, after: int, weights: int, stack: str = "model.layers"):
     """Return one group of which the first `after` units are kept, `weights` to a unit."""
-    return GroupReport(
-        name, stack, layer, unit, before, after, list(range(after)), before * weights, after * weights
-    )
+    return GroupReport(name, stack, layer, unit, before, after, list(range(after)), before * weights, after * weights)
 
 
 DENSE = Evaluation(

@@ -63,9 +63,7 @@ def channels(*numbers):
 
 
 def kv_groups(*numbers):
-    return [
-        Size(f"layers.{i}.self_attn", "kv_group", number, 640 * number) for i, number in enumerate(numbers)
-    ]
+    return [Size(f"layers.{i}.self_attn", "kv_group", number, 640 * number) for i, number in enumerate(numbers)]
 
 
 def draw(*numbers, seed=0):
@@ -203,16 +201,11 @@ class TestChoice:
         scores = [torch.full((number,), value) for number in numbers]
         kept = choose(scores, Budget(0.5, 110, 8, 1))
         assert sum(numbers) - sum(map(len, kept)) == 110
-        assert all(
-            torch.equal(a, b) for a, b in zip(kept, choose(scores, Budget(0.5, 110, 8, 1)), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(kept, choose(scores, Budget(0.5, 110, 8, 1)), strict=True))
         assert [len(k) for k in choose(scores, Budget(0.5, [10, 20, 30, 0], 8, 1))] == [54, 28, 70, 8]
 
     def test_exact_counts_at_full_size(self):
-        scores = [
-            torch.randint(0, 5, (14336,), generator=torch.Generator().manual_seed(i)).float()
-            for i in range(32)
-        ]
+        scores = [torch.randint(0, 5, (14336,), generator=torch.Generator().manual_seed(i)).float() for i in range(32)]
         plan = budgets(from_config(LLAMA_8B), 0.2, "gamma", gamma=3.36, round_to=1)
         kept = choose(scores, plan["mlp_channel"])
         assert sum(map(len, kept)) == 458_752 - 106_078
@@ -245,8 +238,7 @@ def pools(draw, round_to=None):
     """Groups of channels, with scores that often tie, and a number to remove that the floors allow."""
     numbers = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
     scores = [
-        torch.tensor(draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)), dtype=torch.float32)
-        for n in numbers
+        torch.tensor(draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)), dtype=torch.float32) for n in numbers
     ]
     floor = draw(st.integers(1, 8))
     remove = draw(st.integers(0, sum(max(n - floor, 0) for n in numbers)))
@@ -334,9 +326,7 @@ class TestRefusals:
             budgets(kv_groups(2, 2), 0.2, "uniform")
         with pytest.raises(InvalidConfig, match=r"\(reachable in a group of 4: 0\.25, 0\.5, 0\.75\)"):
             budgets(kv_groups(4, 4), 0.1, "uniform")
-        with pytest.raises(
-            InvalidConfig, match=r"0\.125, 0\.25, 0\.375, \.\.\., 0\.875\)\. Raise the sparsity"
-        ):
+        with pytest.raises(InvalidConfig, match=r"0\.125, 0\.25, 0\.375, \.\.\., 0\.875\)\. Raise the sparsity"):
             budgets(channels(64), 0.05, "uniform", round_to=8)
 
     def test_too_little_for_one_ranking(self):
@@ -350,17 +340,13 @@ class TestRefusals:
         assert budgets(kv_groups(2, 2), 0.3, "global")["kv_group"].remove == 1
 
     def test_rounding_that_spares_everything(self):
-        with pytest.raises(
-            InvalidConfig, match=r"^mlp_channel: .*removes none \(reachable in a group of 48: 0\.333, "
-        ):
+        with pytest.raises(InvalidConfig, match=r"^mlp_channel: .*removes none \(reachable in a group of 48: 0\.333, "):
             budgets(channels(48, 48), 0.2, "uniform", round_to=16)
         with pytest.raises(InvalidConfig, match=r"\(reachable in a group of 12: none\)"):
             budgets(channels(12), 0.3, "uniform", round_to=16)
 
     def test_too_much(self):
-        message = (
-            r"^kv_group: 2 groups of 2 to 4 units, .* 5 of 6 .* \(0\.9\), at most 4 can\. Lower the sparsity"
-        )
+        message = r"^kv_group: 2 groups of 2 to 4 units, .* 5 of 6 .* \(0\.9\), at most 4 can\. Lower the sparsity"
         with pytest.raises(InvalidConfig, match=message):
             budgets(kv_groups(2, 4), 0.9, "global")
         with pytest.raises(InvalidConfig, match=r"^mlp_channel: .* at most 16 can"):

@@ -59,9 +59,7 @@ class TestBind:
             bind(gpt2)
 
     def test_a_model_that_is_none_of_transformers(self):
-        with pytest.raises(
-            UnsupportedArchitecture, match=r"Linear has no config\.model_type.*AutoModelForCausalLM"
-        ):
+        with pytest.raises(UnsupportedArchitecture, match=r"Linear has no config\.model_type.*AutoModelForCausalLM"):
             adapter_for(nn.Linear(2, 2))
 
     def test_a_known_type_with_other_modules(self, model):
@@ -74,9 +72,7 @@ class TestBind:
 
     def test_rows_that_do_not_fall_into_units(self, model):
         model.model.layers[2].self_attn.v_proj = nn.Linear(32, 14, bias=False)
-        with pytest.raises(
-            UnsupportedModel, match=r"layers\.2\.self_attn\.v_proj carries 14 rows.*4 equal units"
-        ):
+        with pytest.raises(UnsupportedModel, match=r"layers\.2\.self_attn\.v_proj carries 14 rows.*4 equal units"):
             bind(model)
 
 
@@ -149,9 +145,7 @@ class TestNotPlain:
         wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
         with pytest.raises(UnsupportedModel, match=r"PeftModel has no model\.layers.*without wrappers"):
             bind(wrapped)
-        with pytest.raises(
-            UnsupportedModel, match=r"self_attn\.q_proj is a peft\.\S*Linear.*merge or unload adapters"
-        ):
+        with pytest.raises(UnsupportedModel, match=r"self_attn\.q_proj is a peft\.\S*Linear.*merge or unload adapters"):
             bind(model)  # peft has replaced its layers in place
         assert len(bind(wrapped.unload())) == 6
 
@@ -220,9 +214,7 @@ class TestCheckPrunable:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
     def test_non_finite_weights_are_named(self, model, value):
         model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
-        with pytest.raises(
-            UnsupportedModel, match=r"^model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinite"
-        ):
+        with pytest.raises(UnsupportedModel, match=r"^model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinite"):
             check_prunable(model, bind(model))
         check_prunable(model, select(bind(model), exclude=["model.layers.1.mlp"]))  # it stays as it is
 

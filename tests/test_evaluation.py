@@ -45,9 +45,7 @@ def reference_of(model: PreTrainedModel, data: CalibrationData) -> DenseReferenc
     return reference
 
 
-def looped(
-    model: PreTrainedModel, data: CalibrationData, dense: PreTrainedModel | None = None
-) -> tuple[float, float]:
+def looped(model: PreTrainedModel, data: CalibrationData, dense: PreTrainedModel | None = None) -> tuple[float, float]:
     """Return perplexity and KL, one token at a time in float64, one unpadded sequence at a time."""
 
     def log_probabilities(model: PreTrainedModel, ids: Tensor) -> list[list[float]]:
@@ -270,8 +268,7 @@ class TestSideEffects:
                 act(model, data)
         assert {name: module.training for name, module in model.named_modules()} == modes
         assert not any(
-            module._forward_pre_hooks or module._forward_hooks or module._backward_hooks
-            for module in model.modules()
+            module._forward_pre_hooks or module._forward_hooks or module._backward_hooks for module in model.modules()
         )
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
         assert torch.is_grad_enabled()

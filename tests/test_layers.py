@@ -1,4 +1,4 @@
-"""Who may import whom: upward only. Imports inside functions count as well."""
+"""Who may import whom: upward only, and third parties where they belong. Read off the source."""
 
 import ast
 import sys
@@ -8,138 +8,140 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "optimum_prune"
+import optimum_prune
 
-LAYERS = (
-    {"errors", "registry", "checks", "config"},
-    {"allocation", "scorers", "adapters"},
+PACKAGE = Path(optimum_prune.__file__).parent
+LAYERS = [
+    {"errors", "checks", "registry", "config"},
+    {"allocation", "adapters", "scorers"},
     {"binding", "surgery", "sizes", "scoring", "calibration"},
     {"pipeline", "report", "measurements", "metrics", "latency", "evaluation"},
     {"integrations"},
     {"pruner"},
     {"commands"},
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-
-FOREIGN = {
-    "": {"wrapt"},
-    "errors": set(),
-    "registry": set(),
-    "checks": set(),
-    "config": {"yaml"},
-    "adapters": set(),
-    "allocation": {"torch"},
-    "scorers": {"torch"},
-    "commands": {"optimum"},
-    "integrations": {"torch", "transformers", "safetensors", "huggingface_hub", "yaml"},
-} | {name: {"torch", "transformers", "datasets", "evaluate"} for name in LAYERS[2] | LAYERS[3] | LAYERS[5]}
-"""What each may import besides the standard library; "" is the package's own `__init__`."""
-
-WHERE_USED = {"yaml", "peft", "datasets", "evaluate", "matplotlib"}
-"""Imported in functions only: they cost much, or a help page must not need them."""
-EXCEPTIONS = {
-    ("metrics", "evaluate"),  # its classes derive from evaluate's; it is itself imported where used
-    ("metrics", "datasets"),
-    ("integrations.card", "yaml"),  # huggingface_hub has it in memory by then
-}
+]
+LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+PURE = {"allocation", "scorers"}  # functions of tensors: no modules, no hooks, no files, no output
+HEAVY = {
+    "peft",
+    "datasets",
+    "evaluate",
+    "matplotlib",
+}  # imported where used; `metrics` is itself one such place
 
 
 class Import(NamedTuple):
-    target: str
-    inside: bool  # in a function, or for type checkers only
-    typing: bool
-    line: int
+    name: str  # with dots; for `from package import name`, both joined
+    eager: bool  # runs when the module is imported
 
 
-def modules() -> dict[str, Path]:
-    """Return all modules, by their dotted name inside of the package; the package itself is ""."""
-    root = ROOT / PACKAGE
-    names = {path: path.relative_to(root).with_suffix("").parts for path in sorted(root.rglob("*.py"))}
-    return {".".join(part for part in parts if part != "__init__"): path for path, parts in names.items()}
-
-
-def imports(tree: ast.AST, *, inside: bool = False, typing: bool = False) -> Iterator[Import]:
-    """Yield every import below a node; `from a import b` as `a.b`."""
+def imports(tree: ast.AST, eager: bool = True) -> Iterator[Import]:
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue  # never runs
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, inside, typing, node.lineno)
+            yield from (Import(alias.name, eager) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            start = "." * node.level + (node.module or "")
-            for alias in node.names:
-                yield Import(f"{start}.{alias.name}", inside, typing, node.lineno)
-        else:
-            checker = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from imports(node, inside=inside or function or checker, typing=typing or checker)
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            yield from (Import(f"{node.module}.{alias.name}", eager) for alias in node.names)
+        yield from imports(node, eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-MODULES = modules()
-IMPORTS = {name: list(imports(ast.parse(path.read_text("utf-8")))) for name, path in MODULES.items()}
+def own(imported: Import) -> str | None:
+    """Return the part of the package that is imported, or None for another package or the package itself."""
+    root, _, rest = imported.name.partition(".")
+    part = rest.partition(".")[0]
+    return part if root == "optimum_prune" and part in LAYER else None
 
 
-def top(name: str) -> str:
-    return name.partition(".")[0]
+def third_party(tree: ast.AST) -> set[tuple[str, bool]]:
+    roots = {(imported.name.partition(".")[0], imported.eager) for imported in imports(tree)}
+    return {(root, eager) for root, eager in roots if root not in {*sys.stdlib_module_names, "optimum_prune"}}
 
 
-def own(found: Import) -> str | None:
-    """Return the module of the package that is imported, "" for the package itself, None for a foreign one."""
-    parts = [*found.target.split("."), ""]
-    return parts[1] if parts[0] == PACKAGE else None
+def may_import(part: str, eager: bool) -> set[str] | None:
+    """Return the third parties that a part may import, or None where there is no rule."""
+    if LAYER[part] == 0:
+        return set() if eager else {"yaml"}
+    return {"adapters": set[str](), "scorers": {"torch"}, "allocation": {"torch"}}.get(part)
+
+
+def complaints(part: str, source: str) -> list[str]:
+    """Return what a module of that part of the package must not import or name."""
+    tree = ast.parse(source)
+    found = [
+        f"{part} is below {target}" for target in filter(None, map(own, imports(tree))) if LAYER[target] > LAYER[part]
+    ]
+    for root, eager in third_party(tree):
+        if (allowed := may_import(part, eager)) is not None and root not in allowed:
+            found.append(f"{part} must not import {root}")
+        if eager and part != "metrics" and root in HEAVY:
+            found.append(f"{root} must be imported where it is used")
+        if eager and part == "commands" and root != "optimum":
+            found.append(f"optimum-cli would import {root} to print help")
+        if root in {"pickle", "dill", "cloudpickle"}:
+            found.append("pickle runs code of the file it reads")
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    if part in PURE:
+        impure = {n for n in names | attributes if n in {"Module", "open", "print"} or n.startswith("register_")}
+        found += [f"{part} is pure, and names {name}" for name in impure]
+    if part != "commands" and "print" in names:
+        found.append("only commands print")
+    return found
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if part != "__init__":  # the front door: its look-ups are lazy, see test_lazy_imports.py
+            yield part, path
 
 
 def test_every_module_has_a_layer():
-    assert {top(name) for name in MODULES} - {""} == set(LEVEL)
+    assert {part for part, _ in modules()} == set(LAYER)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_inside_the_package_are_absolute(name):
-    assert [found for found in IMPORTS[name] if found.target.startswith(".")] == []
+@pytest.mark.parametrize(("part", "path"), [pytest.param(*m, id=str(m[1].relative_to(PACKAGE))) for m in modules()])
+def test_module(part, path):
+    assert complaints(part, path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name])  # the __init__ names everything, lazily
-def test_imports_go_upward_only(name):
-    targets = {target for found in IMPORTS[name] if (target := own(found))}
-    assert targets <= set(LEVEL), "inside the package, names are imported from their modules"
-    assert {target for target in targets if LEVEL[target] > LEVEL[top(name)]} == set()
+def test_the_package_itself_imports_nothing_of_its_own():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    assert [imported for imported in imports(tree) if imported.eager and own(imported)] == []
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_third_parties(name):
-    allowed = FOREIGN[top(name)] | sys.stdlib_module_names | {PACKAGE}
-    foreign = {top(found.target) for found in IMPORTS[name] if not found.typing}
-    assert foreign - allowed == set()
+@pytest.mark.parametrize(
+    ("part", "source", "complaint"),
+    [
+        ("surgery", "from optimum_prune.pipeline import prune", "surgery is below pipeline"),
+        ("surgery", "def f():\n    from optimum_prune import pipeline", "surgery is below pipeline"),
+        ("config", "import optimum_prune.scorers.ntk", "config is below scorers"),
+        ("config", "try:\n    import yaml\nexcept ImportError: ...", "config must not import yaml"),
+        ("config", "def f():\n    import torch", "config must not import torch"),
+        ("adapters", "import torch", "adapters must not import torch"),
+        ("scorers", "from transformers import AutoModel", "scorers must not import transformers"),
+        ("scorers", "def f(m: nn.Module): ...", "scorers is pure, and names Module"),
+        ("allocation", "x.register_forward_hook(f)", "allocation is pure, and names register_forward_hook"),
+        ("pruner", "import datasets.utils", "datasets must be imported where it is used"),
+        ("commands", "import huggingface_hub", "optimum-cli would import huggingface_hub to print help"),
+        ("report", "print(1)", "only commands print"),
+    ],
+)
+def test_this_test_can_fail(part, source, complaint):
+    assert complaint in complaints(part, source)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_what_is_imported_where_it_is_used(name):
-    early = {top(found.target) for found in IMPORTS[name] if not found.inside} & WHERE_USED
-    assert {what for what in early if (name, what) not in EXCEPTIONS} == set()
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if top(name) in LAYERS[0] | {"", "commands"}])
-def test_help_needs_no_torch(name):
-    """What is imported to print help is the standard library, optimum's base class and layer 0."""
-    for found in IMPORTS[name]:
-        if not found.inside and top(found.target) not in sys.stdlib_module_names:
-            target = own(found)
-            light = target in LAYERS[0] | {"", "commands"}
-            assert light or found.target.startswith(("optimum.commands.base.", "wrapt.")), found
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if top(name) in LAYERS[1]])
-def test_arithmetic_knows_no_live_module(name):
-    """Scorers and allocation are functions of tensors: no nn.Module, no hooks. Adapters are names."""
-    names = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(ast.parse(MODULES[name].read_text("utf-8")))
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
-    assert not {word for word in names if word in ("Module", "nn") or "hook" in word}
-
-
-def test_only_metrics_brings_evaluate():
-    """Its module-level imports are allowed because nobody imports it at module level."""
-    early = {name for name, all_ in IMPORTS.items() for i in all_ if own(i) == "metrics" and not i.inside}
-    assert early == set()
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("config", "def f():\n    import yaml"),
+        ("config", "if TYPE_CHECKING:\n    import torch"),
+        ("scorers", "import torch\nfrom torch.nn import functional"),
+        ("pruner", "def f():\n    import datasets"),
+        ("pipeline", "import optimum_prune\nfrom optimum_prune import registry"),
+    ],
+)
+def test_what_is_allowed(part, source):
+    assert complaints(part, source) == []

@@ -47,9 +47,7 @@ def state(model):
         "parameters": [id(parameter) for parameter in model.parameters()],
         "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
         "grad": [parameter.grad for parameter in model.parameters()],
-        "modules": [
-            (id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
-        ],
+        "modules": [(id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "widths": [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)],
     }
 
@@ -121,9 +119,7 @@ class TestReport:
         before, after = bind(dense), bind(model)
         assert [group.name for group in report.groups] == [group.name for group in before]
         for group, old, new in zip(report.groups, before, after, strict=True):
-            assert (group.before, group.after) == (old.num_units, new.num_units) and len(
-                group.kept
-            ) == group.after
+            assert (group.before, group.after) == (old.num_units, new.num_units) and len(group.kept) == group.after
             assert group.weights_before == sum(linear.weight.numel() for linear in old.linears)
             assert group.weights_after == sum(linear.weight.numel() for linear in new.linears)
             width = old.writers[0].weight.unflatten(0, (old.num_units, -1))
@@ -140,11 +136,7 @@ class TestReport:
             dense.num_parameters(),
             model.num_parameters(),
         )
-        assert (
-            report.asked == 0.4
-            and report.allocation == allocation
-            and report.model_type == model.config.model_type
-        )
+        assert report.asked == 0.4 and report.allocation == allocation and report.model_type == model.config.model_type
         assert model.config.pruning_config == report.record()
 
     def test_gamma_counts_by_hand(self):
@@ -190,12 +182,8 @@ class TestTargets:
         assert list(kept(report)) == ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.2.mlp"]
         changed = {name for name, tensor in model.state_dict().items() if tensor.shape != before[name].shape}
         cut = {group.name for group in report.groups if group.after < group.before}
-        assert cut and changed == {
-            f"{name}.weight" for g in bind(model) if g.name in cut for name in g.linear_names
-        }
-        assert all(
-            torch.equal(t, before[name]) for name, t in model.state_dict().items() if name not in changed
-        )
+        assert cut and changed == {f"{name}.weight" for g in bind(model) if g.name in cut for name in g.linear_names}
+        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items() if name not in changed)
 
     @pytest.mark.parametrize("unit", ["kv_group", "mlp_channel"])
     @pytest.mark.parametrize(
@@ -462,8 +450,6 @@ class TestRefusedRunsLeaveTheModelAlone:
             cuts.append(slice_(group, keep))
 
         monkeypatch.setattr(pipeline, "slice_", failing)
-        with pytest.raises(
-            PruningError, match=r"interrupted .*the model is partly pruned\. Load it again"
-        ) as raised:
+        with pytest.raises(PruningError, match=r"interrupted .*the model is partly pruned\. Load it again") as raised:
             prune(llama(), config())
         assert raised.value.__cause__ is error

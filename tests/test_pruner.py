@@ -147,9 +147,7 @@ def test_damaged_config(content, reason, damaged):
     refused(damaged("config.json", content), f"damaged cannot be loaded: .*{reason}")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"12345", b"\x10" * 5000, (1000).to_bytes(8, "little") + b"{" * 1000, None]
-)
+@pytest.mark.parametrize("content", [b"", b"12345", b"\x10" * 5000, (1000).to_bytes(8, "little") + b"{" * 1000, None])
 def test_damaged_weights(content, damaged):
     refused(damaged("model.safetensors", content), "damaged cannot be loaded: .*(header|no file named)")
 
@@ -184,9 +182,7 @@ def test_prunes_in_place(pruner):
 def test_text_is_tokenised(pruner):
     texts = [" ".join(f"w{i}" for i in row) for row in SAMPLES]
     report = pruner.prune(
-        PruningConfig(
-            sparsity=0.3, round_to=1, calibration=CalibrationConfig(texts, num_samples=4, seq_len=16)
-        )
+        PruningConfig(sparsity=0.3, round_to=1, calibration=CalibrationConfig(texts, num_samples=4, seq_len=16))
     )
     assert report.calibration["tokens"] == 64
     assert report.calibration["source"].startswith("in-memory: 4 texts")

@@ -1,98 +1,100 @@
-"""Adapters and scorers are found by their file's name, or by another package's entry point."""
+"""Adapters and scorers found by file name, and those that other packages bring."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 import optimum_prune
 from optimum_prune import registry
 from optimum_prune.adapters.base import Adapter
-from optimum_prune.config import UNITS, PruningConfig
+from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig, UnsupportedArchitecture
-from optimum_prune.pipeline import prune
 from optimum_prune.scorers.base import Scorer
-from tests.models import llama
 
-KINDS = {"adapters": (Adapter, "model_type"), "scorers": (Scorer, "name")}
+PACKAGE = Path(optimum_prune.__file__).parent
+EXPORTS = {"adapters": Adapter, "scorers": Scorer}
 
 
 @pytest.fixture
-def third_party(tmp_path, monkeypatch) -> Path:
-    """Another distribution that is installed beside this one."""
-    (tmp_path / "acme.py").write_text(
-        """
-from dataclasses import replace
-from optimum_prune.adapters import llama
-from optimum_prune.scorers.base import Scorer
-
-ADAPTER = replace(llama.ADAPTER, model_type="acme-lm")
-FEW = Scorer(name="wanda", score=lambda weight, statistics: -weight.float().square(), reference="Acme")
-"""
-    )
-    about = tmp_path / "acme-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[optimum_prune.adapters]\nacme-lm = acme:ADAPTER\n[optimum_prune.scorers]\nwanda = acme:FEW\n"
-        "ntk = acme:MISSING\n"
+def other_package(tmp_path, monkeypatch):
+    """Install a package that brings the scorer `zeros`, the architecture `new-lm`, and a second `ntk`."""
+    (tmp_path / "other_package.py").write_text("ZEROS = 'zeros of another package'\nADAPTER = 'adapter'\n")
+    metadata = tmp_path / "other_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[optimum_prune.scorers]\nzeros = other_package:ZEROS\nntk = other_package:ZEROS\n"
+        "[optimum_prune.adapters]\nnew-lm = other_package:ADAPTER\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_file_is_found_and_loads(kind):
-    files = {path.stem for path in (Path(optimum_prune.__file__).parent / kind).glob("[a-z]*.py")}
-    names = registry.available(kind)
-    assert names == sorted(files - {"base"}) and len(names) >= 2
-    expected, key = KINDS[kind]
-    for name in names:
-        loaded = registry.load(kind, name)
-        assert isinstance(loaded, expected) and getattr(loaded, key) == name
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_every_file_is_available_and_exports_its_kind(kind):
+    files = {file.stem for file in (PACKAGE / kind).glob("*.py")} - {"__init__", "base"}
+    assert registry.available(kind) == sorted(files)
+    for name in files:
+        assert isinstance(registry.load(kind, name), EXPORTS[kind])
 
 
-def test_every_kind_of_unit_can_be_asked_for():
-    adapters = [registry.load("adapters", name) for name in registry.available("adapters")]
-    assert {group.unit for adapter in adapters for stack in adapter.stacks for group in stack.groups} == set(
-        UNITS
-    )
+def test_a_new_scorer_is_one_new_file(tmp_path, monkeypatch):
+    (tmp_path / "scorers").mkdir()
+    for name in ("base", "__init__", "brand_new"):
+        (tmp_path / "scorers" / f"{name}.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
+    assert registry.available("scorers") == ["brand_new"]
 
 
-@pytest.mark.parametrize("name", ["base", "lama", "", "__init__", "../config", "os"])
-def test_unknown_adapter(name):
-    with pytest.raises(
-        UnsupportedArchitecture, match=f"^Unknown architecture '{name}'; supported: .*'llama'"
-    ):
-        registry.load("adapters", name)
+def test_a_dash_of_a_model_type_is_an_underscore_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "new_lm.py").touch()
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
+    monkeypatch.setitem(sys.modules, "optimum_prune.adapters.new_lm", SimpleNamespace(ADAPTER="it"))
+    assert registry.load("adapters", "new-lm") == "it"
 
 
-def test_unknown_scorer():
-    with pytest.raises(InvalidConfig, match=r"Unknown scorer 'magnitud'; .* Did you mean 'magnitude'\?$"):
-        registry.load("scorers", "magnitud")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_an_adapter_is_found_by_its_model_type(name):
+    adapter = registry.load("adapters", name)
+    assert isinstance(adapter, Adapter)
+    assert adapter.model_type == name
 
 
-def test_third_party_adapter(third_party):
-    assert "acme-lm" in registry.available("adapters")
-    adapter = registry.load("adapters", "acme-lm")
-    assert isinstance(adapter, Adapter) and adapter.model_type == "acme-lm"
+@pytest.mark.parametrize(
+    ("kind", "name", "error", "message"),
+    [
+        ("scorers", "magnitud", InvalidConfig, "Unknown scorer 'magnitud'; .*Did you mean 'magnitude'?"),
+        ("scorers", "base", InvalidConfig, "Unknown scorer 'base'"),
+        ("scorers", "__init__", InvalidConfig, "Unknown scorer '__init__'"),
+        ("scorers", "../config", InvalidConfig, "Unknown scorer '../config'"),
+        ("adapters", "lama", UnsupportedArchitecture, "Unknown architecture 'lama'; .*Did you mean 'llama'?"),
+        (
+            "adapters",
+            "xlm-roberta",
+            UnsupportedArchitecture,
+            "Unknown architecture 'xlm-roberta'; supported:",
+        ),
+        ("adapters", "", UnsupportedArchitecture, "Unknown architecture ''"),
+    ],
+)
+def test_an_unknown_name(kind, name, error, message):
+    with pytest.raises(error, match=message):
+        registry.load(kind, name)
 
 
-def test_third_party_scorer_prunes(third_party):
-    assert "wanda" in registry.available("scorers")
-    model = llama()
-    norms = model.model.layers[0].mlp.down_proj.weight.square().sum(0)
-    norms += model.model.layers[0].mlp.gate_proj.weight.square().sum(1)
-    norms += model.model.layers[0].mlp.up_proj.weight.square().sum(1)
-    report = prune(model, PruningConfig(scorer="wanda", sparsity=0.5, units=["mlp_channel"]))
-    assert report.groups[0].kept == torch.topk(norms, 24, largest=False).indices.sort().values.tolist()
+@pytest.mark.usefixtures("other_package")
+class TestOtherPackages:
+    def test_are_listed_and_loaded(self):
+        assert "zeros" in registry.available("scorers")
+        assert registry.load("scorers", "zeros") == "zeros of another package"
 
+    def test_may_name_a_model_type_with_a_dash(self):
+        assert registry.load("adapters", "new-lm") == "adapter"
 
-def test_third_party_scorer_is_suggested(third_party):
-    with pytest.raises(InvalidConfig, match=r"Unknown scorer 'wandaa'; .*'wanda'\. Did you mean 'wanda'\?$"):
-        PruningConfig(scorer="wandaa", sparsity=0.2)
+    def test_are_accepted_by_the_config(self):
+        assert PruningConfig(sparsity=0.5, scorer="zeros").scorer == "zeros"
 
-
-def test_our_own_file_wins(third_party):
-    assert registry.available("scorers").count("ntk") == 1
-    assert registry.load("scorers", "ntk").__class__ is Scorer
+    def test_do_not_replace_our_own(self):
+        assert isinstance(registry.load("scorers", "ntk"), Scorer)

@@ -113,9 +113,7 @@ def test_a_layer_without_one_of_the_units_has_an_empty_cell():
 
 
 @given(
-    counts=st.lists(
-        st.integers(1, 200_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1
-    ),
+    counts=st.lists(st.integers(1, 200_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1),
     source=st.text(min_size=1, max_size=300),
     warnings=st.lists(st.text(max_size=300)),
 )

@@ -100,8 +100,7 @@ class TestDescribe:
         model = keep_(llama(), kv_group=3)
         reason = why_not_stock(model)
         assert (
-            reason is not None
-            and "hidden size (32) is not a multiple of the number of attention heads (6)" in reason
+            reason is not None and "hidden size (32) is not a multiple of the number of attention heads (6)" in reason
         )
         assert describe_(model) == "compact"
         config = through_json(model.config, tmp_path)

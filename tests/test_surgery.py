@@ -82,8 +82,6 @@ def test_old_gradients_are_dropped(model):
 @pytest.mark.parametrize("kept", [[], [-1, 0], [4], [2, 1], [1, 1]], ids=str)
 def test_refuses_other_than_sorted_units(model, kept):
     before = dict(model.named_parameters())
-    with pytest.raises(
-        InvalidConfig, match=r"model\.layers\.1\.self_attn has units 0 to 3; kept must be sorted"
-    ):
+    with pytest.raises(InvalidConfig, match=r"model\.layers\.1\.self_attn has units 0 to 3; kept must be sorted"):
         slice_(group_of(model, "kv_group"), kept)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())

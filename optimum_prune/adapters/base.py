@@ -1,4 +1,4 @@
-"""The declaration language for architectures: stacks of blocks, and the groups of linears inside a block that share units.
+"""The declaration language for architectures: stacks of blocks, and in a block the linears that share units.
 
 One trick keeps it declarative: a coupled axis is cut into `num_units` equal contiguous blocks. With 9 query and 3 KV
 heads of 64, the rows of `q_proj` fall into 3 blocks of 192 and those of `k_proj` into 3 blocks of 64, so MLP channels,

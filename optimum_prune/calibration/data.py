@@ -145,9 +145,7 @@ def _report(data: CalibrationData, num_samples: int, seen: Counter[str]) -> None
     """Refuse to go on with nothing; say what was used and what was not."""
     if not data.samples:
         left_out = seen["blank"] + seen["empty"]
-        raise CalibrationError(
-            f"{data.source} holds no usable tokens ({left_out} empty entries were left out)."
-        )
+        raise CalibrationError(f"{data.source} holds no usable tokens ({left_out} empty entries were left out).")
     found = f"{len(data.samples)} samples, {data.tokens} tokens"
     texts = "" if data.texts is None else f" ({data.texts} texts, {seen['blank']} blank ones left out)"
     logger.info("Using %s, from %s%s.", found, data.source, texts)

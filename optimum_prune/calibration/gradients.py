@@ -20,7 +20,7 @@ from optimum_prune.errors import UnsupportedModel
 from optimum_prune.scorers.base import Objective
 
 HALF_SCALE = 2.0**14
-"""Power of two on the objective of float16 models, whose smallest gradients would be flushed to zero; divided out again."""
+"""On the objective of float16 models, whose smallest gradients would be flushed to zero; divided out again."""
 
 Batch = Mapping[str, Tensor]
 
@@ -36,7 +36,7 @@ def stream_gradients(
     """Hand the gradients of one block after the other to `reduce`, from the last block to the first.
 
     Args:
-        model: any transformers model whose output has `logits (B, T, V)`; left as it was (mode, `requires_grad`, hooks).
+        model: any transformers model whose output has `logits (B, T, V)`; left as it was.
         blocks: the stack that the hidden states pass through, in order.
         linears: block index -> linears whose weights' gradients are wanted.
         batches: `input_ids (B, T) int64` and `attention_mask (B, T) int64`, right padded.

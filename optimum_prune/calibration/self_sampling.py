@@ -58,9 +58,7 @@ def draw_samples(
 
 
 @torch.no_grad()
-def _continue(
-    model: PreTrainedModel, first: Tensor, uniform: Tensor, progress: Callable[[int], object]
-) -> Tensor:
+def _continue(model: PreTrainedModel, first: Tensor, uniform: Tensor, progress: Callable[[int], object]) -> Tensor:
     """Go on from `first (B, 1) int64`, by a token per column of `uniform (B, T) float64`: `(B, 1 + T)`."""
     tokens, cache = [first], None
     # transformers 5.24 renamed the argument. A model swallows the wrong name, and then forgets every token.

@@ -93,9 +93,7 @@ def _from_saved_dataset(path: str, config: CalibrationConfig) -> Source:
 def _from_file(path: str, config: CalibrationConfig) -> Source:
     suffix = _suffix(path)
     if suffix not in BUILDERS:
-        raise CalibrationError(
-            f"Cannot read {path!r}: its suffix must be one of {SUFFIXES}, or that and .gz."
-        )
+        raise CalibrationError(f"Cannot read {path!r}: its suffix must be one of {SUFFIXES}, or that and .gz.")
     if (builder := BUILDERS[suffix]) is None:
         return Source("texts", guarded(_whole_file(path), repr(path)))
     import datasets

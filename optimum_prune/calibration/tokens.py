@@ -132,7 +132,5 @@ def _checked(ids: Any, vocab_size: int, what: str) -> Tensor:
         raise CalibrationError(f"{what} must be a flat list of integers, got {reprlib.repr(ids)}.")
     outside = tensor[(tensor < 0) | (tensor >= vocab_size)]
     if len(outside):
-        raise CalibrationError(
-            f"{what} holds token id {outside[0]}; the model's token ids are 0 to {vocab_size - 1}."
-        )
+        raise CalibrationError(f"{what} holds token id {outside[0]}; the model's token ids are 0 to {vocab_size - 1}.")
     return tensor.long()

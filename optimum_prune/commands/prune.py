@@ -7,7 +7,6 @@ import typing
 import warnings
 from dataclasses import Field, fields, replace
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum_prune import registry
 from optimum_prune.config import CalibrationConfig, PruningConfig, read_recipe
 from optimum_prune.errors import InvalidConfig, PruningError
+from optimum_prune.measurements import check_evaluation
 
 CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
 LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
@@ -102,14 +102,15 @@ class PruneCommand(BaseOptimumCLICommand):
 def _run(args: argparse.Namespace) -> None:
     config = _config(args)
     _check_output(args.output, args.model)
-    if args.evaluate is not None and find_spec("evaluate") is None:
-        raise InvalidConfig("--evaluate needs the package 'evaluate': pip install 'optimum-prune[eval]'.")
+    if args.evaluate is not None:
+        check_evaluation(args.evaluate)
 
     from optimum_prune.calibration.sources import open_source
     from optimum_prune.pruner import Pruner  # here, because it brings torch
 
-    if args.evaluate not in (None, "self"):  # refuse what cannot be read before hours of work, not after
-        open_source(CalibrationConfig(args.evaluate))
+    for source in (config.calibration.source, args.evaluate):
+        if source not in (None, "self"):  # refuse what cannot be read before hours of work, not after
+            open_source(replace(config.calibration, source=source))
     loading = {name: value for name in LOADING if (value := getattr(args, name)) is not None}
     pruner = Pruner.from_pretrained(args.model, **loading)
     print(pruner.prune(config))

@@ -26,7 +26,8 @@ def replacing(target: Path, stale: Callable[[str], bool]) -> Iterator[Path]:
         stale: says of a file name at the top of the old directory that it belongs to the old checkpoint and must go.
 
     Raises:
-        CheckpointError: the target is a file, or the directory that this process works in.
+        CheckpointError: the target cannot be replaced: a file, a mount point, the directory that this process works
+            in, a place without permission or space.
     """
     try:
         target = target.resolve()
@@ -36,12 +37,16 @@ def replacing(target: Path, stale: Callable[[str], bool]) -> Iterator[Path]:
             raise CheckpointError(
                 f"{target} holds the working directory, which cannot be swapped. Pass another directory."
             )
+        if os.path.ismount(target):
+            raise CheckpointError(f"{target} is a mount point, which cannot be swapped. Pass a directory in it.")
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         new = target.with_name(_temporary_name(target, os.getpid()))
         new.mkdir()
     except OSError as error:
-        raise CheckpointError(f"{target.parent} cannot be written to: {error.strerror}. Pass another directory.") from error
+        raise CheckpointError(
+            f"{target.parent} cannot be written to: {error.strerror}. Pass another directory."
+        ) from error
     try:
         yield new
         try:

@@ -13,11 +13,11 @@ from optimum_prune.errors import CheckpointError
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_blocks(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
-    """Compare the blocks of a skeleton with the files it is about to be loaded from.
+def check_model(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
+    """Compare a skeleton, all but its head, with the files it is about to be loaded from.
 
-    Only the stacks are compared: a head may be missing (`AutoModel`) or new (sequence classification), and transformers
-    reports those itself. A block that would be newly initialised is an error here.
+    A head may be unused (`AutoModel`) or new (sequence classification), and transformers reports that itself. Anything
+    else that would be newly initialised, or left in the file, is an error here.
 
     Raises:
         CheckpointError: names the first tensor that differs.
@@ -27,14 +27,12 @@ def check_blocks(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
         return
     prefix = model.base_model_prefix + "."
     own = "" if model.base_model is model else prefix
-    paths = tuple(f"{path}." for path in stacks(model, adapter_for(model)))
+    blocks = tuple(f"{path}." for path in stacks(model, adapter_for(model)))
 
-    def blocks(shapes: Shapes) -> Shapes:
-        # A model with a head may be loaded from a checkpoint without one, and the other way round.
-        named = {own + name.removeprefix(prefix): shape for name, shape in shapes.items()}
-        return {name: shape for name, shape in named.items() if name.startswith(paths)}
-
-    _compare(blocks(expected_shapes(model)), blocks(stored_shapes(files)))
+    # A model with a head may be loaded from a checkpoint without one, and the other way round.
+    expected = {name: shape for name, shape in expected_shapes(model).items() if name.startswith(own)}
+    stored = {own + name.removeprefix(prefix): shape for name, shape in stored_shapes(files).items()}
+    _compare(expected, {name: stored[name] for name in stored if name in expected or name.startswith(blocks)})
 
 
 def check_all(skeleton: PreTrainedModel, files: Iterable[str | Path]) -> None:

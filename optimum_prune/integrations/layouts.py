@@ -38,7 +38,7 @@ def save_checkpoint(
         layout: `"auto"`, `"stock"` or `"compact"`. A result that the plain config can say is written as `stock` in any
             case but an explicit refusal: there is nothing that compact would add.
         verify: compare what was written with the skeleton that its own config builds; a mismatch leaves nothing behind.
-        companions: writes what goes along (tokenizer, report, card), given the folder, the layout and the weights' bytes.
+        companions: writes what goes along (tokenizer, report, card), given folder, layout and bytes of weights.
         kwargs: for transformers' `save_pretrained`, e.g. `max_shard_size`.
 
     Returns:
@@ -51,6 +51,8 @@ def save_checkpoint(
     if layout not in LAYOUTS:
         raise InvalidConfig(unknown("layout", layout, LAYOUTS))
     written = describe_(model)
+    if record := getattr(model.config, "pruning_config", None):
+        record["layout"] = written
     if layout == "stock" and written != "stock":
         raise InvalidConfig(
             f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune with "

@@ -1,46 +1,39 @@
-"""Hooks into transformers' loading: a compact checkpoint names the plugin, and the plugin shrinks the skeleton in time."""
+"""Hooks into transformers' loading: a compact checkpoint names the plugin, which shrinks the skeleton in time."""
 
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
     register_quantization_config,
     register_quantizer,
 )
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from optimum_prune.errors import InvalidConfig
-from optimum_prune.integrations.headers import check_blocks
+from optimum_prune.errors import CheckpointError, InvalidConfig
+from optimum_prune.integrations.headers import check_model
 from optimum_prune.sizes import COMPACT, METHOD, forget_quantizer_, resize_
 
 
 class CheckpointConfig(QuantizationConfigMixin):
-    """The `quantization_config` block of a compact checkpoint. It triggers the plugin; sizes are in `per_layer_config`."""
+    """The `quantization_config` block of a compact checkpoint. It calls the plugin; sizes are in `per_layer_config`."""
 
     def __init__(self, **block: Any):
         super().__init__(METHOD)  # pyright: ignore[reportArgumentType]
-        unknown = sorted(block.keys() - COMPACT.keys())
-        if unknown:
-            warnings.warn(
-                f"Unknown keys {unknown} in the quantization_config of this checkpoint: it was saved by a newer "
-                "optimum_prune. They are kept and not used.",
-                stacklevel=2,
-            )
         # Kept as attributes in the order of the file, so that saving again writes the same bytes.
         self.__dict__.update(COMPACT | block)
 
 
 class PruningQuantizer(HfQuantizer):
-    """Shrinks the skeleton to the checkpoint's sizes before weights are loaded, then leaves an ordinary model behind."""
+    """Shrinks the skeleton to the checkpoint's sizes before weights are loaded, and leaves an ordinary model."""
 
     # True would refuse checkpoints that are not pruned yet, before any hook of ours runs.
     requires_calibration = False
-    is_trainable = property(lambda self: True)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    is_compileable = property(lambda self: True)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_trainable = property(lambda self: True)  # pyright: ignore
+    is_compileable = property(lambda self: True)  # pyright: ignore
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what this version cannot do."""
@@ -53,10 +46,25 @@ class PruningQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
+        self._check_version()
         resize_(model)
         if checkpoint_files:
-            check_blocks(model, checkpoint_files)
+            check_model(model, checkpoint_files)
         return model
+
+    def _check_version(self) -> None:
+        block = self.quantization_config.to_dict()
+        if (block["version"], block["layout"]) != (COMPACT["version"], COMPACT["layout"]):
+            raise CheckpointError(
+                f"The checkpoint has layout {block['layout']!r}, version {block['version']!r}; this optimum_prune "
+                f"reads layout {COMPACT['layout']!r}, version {COMPACT['version']}. Update it."
+            )
+        if unknown := sorted(block.keys() - COMPACT.keys()):
+            warnings.warn(
+                f"Unknown keys {unknown} in the quantization_config of this checkpoint, perhaps of a newer "
+                "optimum_prune. They are kept and not used.",
+                stacklevel=2,
+            )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         forget_quantizer_(model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""`(logits (B, T, V), mask (B, T) bool) -> ()`: summed over samples, larger means nothing; its gradient is the point."""
+"""`(logits (B, T, V), mask (B, T) bool) -> ()`: summed over samples; only its gradient is used."""
 
 
 @dataclass(frozen=True)

@@ -72,18 +72,13 @@ def _plain(model, groups, scorer, data):
     for batch in data.batches(BATCH, 0):
         logits = model(**batch, use_cache=False).logits
         (scorer.objective(logits, batch["attention_mask"].bool()) * (1 / len(data.samples))).backward()
-    generator = torch.Generator()
+
+    def score(linears):
+        generator = torch.Generator()
+        return [scorer.score(linear.weight, Statistics(generator, linear.weight.grad)) for linear in linears]
+
     with torch.no_grad():
-        return [
-            unit_scores(
-                *(
-                    [scorer.score(linear.weight, Statistics(generator, linear.weight.grad)) for linear in linears]
-                    for linears in (group.writers, group.readers)
-                ),
-                group.num_units,
-            )
-            for group in groups
-        ]
+        return [unit_scores(score(group.writers), score(group.readers), group.num_units) for group in groups]
 
 
 if __name__ == "__main__":

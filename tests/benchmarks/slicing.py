@@ -1,6 +1,7 @@
 """Slicing equals masking on a trained model: the logits of the smaller model and of the dense one with zeros."""
 
 import copy
+from pathlib import Path
 
 import torch
 
@@ -23,8 +24,7 @@ def run() -> None:
         removed[kept[group.name]] = False
         for linear in group.readers:
             linear.weight.view(linear.out_features, group.num_units, -1)[:, removed] = 0
-    text = evaluation if isinstance(evaluation, str) else evaluation[0]
-    text = open(text, encoding="utf-8").read() if text.endswith(".txt") else text
+    text = Path(evaluation).read_text(encoding="utf-8") if isinstance(evaluation, str) else evaluation[0]
     ids = pruner.tokenizer(text[:2000], return_tensors="pt").input_ids
     sliced_logits, masked_logits = pruner.model(ids).logits, masked(ids).logits
     difference = (sliced_logits - masked_logits).abs().max().item()

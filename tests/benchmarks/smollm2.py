@@ -3,9 +3,9 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 
 from optimum_prune import Pruner
 

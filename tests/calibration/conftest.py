@@ -22,9 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train_from_iterator([WORDS], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", model_max_length=16
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", model_max_length=16)
 
 
 @pytest.fixture(scope="session")

@@ -147,9 +147,7 @@ def test_a_text_longer_than_the_context_becomes_windows(load, tokenizer, model):
 
 
 LONG = {
-    "words": "".join(
-        f"{w}{i % 7}." + " " * (i % 3) + "\n" * (i % 5) for i, w in enumerate(WORDS.split() * 9000)
-    ),
+    "words": "".join(f"{w}{i % 7}." + " " * (i % 3) + "\n" * (i % 5) for i, w in enumerate(WORDS.split() * 9000)),
     "no space": "fox" * 40_000,
     "only spaces": " " * 100_000 + "end",
     "not ascii": "日本" * 30_000,
@@ -294,9 +292,7 @@ def test_length_is_the_users_or_the_recommended_or_the_models(model, tokenizer):
         4096,
         5000,
     )
-    with pytest.raises(
-        CalibrationError, match="must be at most the model's max_position_embeddings 64, got 65"
-    ):
+    with pytest.raises(CalibrationError, match="must be at most the model's max_position_embeddings 64, got 65"):
         length(65, None)
 
 

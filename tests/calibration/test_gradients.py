@@ -96,18 +96,14 @@ class TestEqualsAPlainBackward:
     def test_of_some_blocks_alone(self, layers):
         model, batches = llama(), batches_of(2)
         got = streamed(model, batches, layers=layers)
-        assert all(
-            torch.equal(got[linear], expected) for linear, expected in plain(model, batches, layers=layers)
-        )
+        assert all(torch.equal(got[linear], expected) for linear, expected in plain(model, batches, layers=layers))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_in_half_precision(self, dtype):
         model, batches = llama().to(dtype), batches_of(2)
         scale = HALF_SCALE if dtype == torch.float16 else 1.0
         got, exact = streamed(model, batches), streamed(copy.deepcopy(model).float(), batches)
-        assert all(
-            torch.equal(got[linear], expected) for linear, expected in plain(model, batches, scale=scale)
-        )
+        assert all(torch.equal(got[linear], expected) for linear, expected in plain(model, batches, scale=scale))
         for gradient, reference in zip(got.values(), exact.values(), strict=True):
             assert (gradient - reference).norm() < 0.2 * reference.norm()
 
@@ -131,9 +127,7 @@ class TestEqualsAPlainBackward:
         model, batches = llama(), batches_of(2)
         expected = streamed(model, batches).values()
         model.train().gradient_checkpointing_enable()
-        assert all(
-            torch.equal(a, b) for a, b in zip(streamed(model, batches).values(), expected, strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(streamed(model, batches).values(), expected, strict=True))
 
 
 class TestPaddingAndBatches:
@@ -189,9 +183,7 @@ class TestLeavesTheModelAsItWas:
                     "_forward_hooks_with_kwargs",
                 )
             ],
-            "tensor hooks": [
-                list((parameter._backward_hooks or {}).keys()) for parameter in model.parameters()
-            ],
+            "tensor hooks": [list((parameter._backward_hooks or {}).keys()) for parameter in model.parameters()],
         }
 
     def test_when_all_goes_well(self, model):
@@ -208,9 +200,7 @@ class TestLeavesTheModelAsItWas:
             streamed(model, batches_of(2), objective)
         assert self.state(model) == before
 
-    @pytest.mark.parametrize(
-        "call", [1, 3, 4, 6], ids=["forward", "second forward", "backward", "backward, again"]
-    )
+    @pytest.mark.parametrize("call", [1, 3, 4, 6], ids=["forward", "second forward", "backward", "backward, again"])
     def test_when_a_block_raises(self, model, call):
         calls = []
 
@@ -288,9 +278,7 @@ class WeightSized(TorchDispatchMode):
         new = [tensor for tensor in tensors if tensor.shape in self.shapes and tensor.is_floating_point()]
         self.alive += [weakref.ref(tensor) for tensor in new]
         self.alive = [reference for reference in self.alive if reference() is not None]
-        storages = {
-            s.data_ptr(): s for reference in self.alive if (s := self.storage(reference())) is not None
-        }
+        storages = {s.data_ptr(): s for reference in self.alive if (s := self.storage(reference())) is not None}
         for weight in self.weights:
             storages.pop(weight.untyped_storage().data_ptr(), None)
         self.peak = max(self.peak, len(storages))

@@ -132,9 +132,7 @@ def test_one_token_is_the_first_alone():
 
 def test_models_that_cannot_generate_are_refused():
     headless = LlamaModel(llama().config)
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     for model in (headless, t5):
         with pytest.raises(CalibrationError, match=rf"head, got {type(model).__name__}. Give texts, a file"):
             draw(model)

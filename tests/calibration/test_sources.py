@@ -186,9 +186,7 @@ def test_folders_that_cannot_be_used(tmp_path):
         read(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [1]}])
-    with pytest.raises(
-        CalibrationError, match=r"mixes texts and token ids.*: a.txt texts, b.jsonl token ids"
-    ):
+    with pytest.raises(CalibrationError, match=r"mixes texts and token ids.*: a.txt texts, b.jsonl token ids"):
         read(tmp_path)
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(CalibrationError, match="Cannot read '"):
@@ -197,9 +195,7 @@ def test_folders_that_cannot_be_used(tmp_path):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.docx").write_text("")
-    with pytest.raises(
-        CalibrationError, match=r"a.docx': its suffix must be one of \.txt, \.md, .*\.parquet"
-    ):
+    with pytest.raises(CalibrationError, match=r"a.docx': its suffix must be one of \.txt, \.md, .*\.parquet"):
         read(tmp_path / "a.docx")
 
 
@@ -218,18 +214,14 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 )
 def test_what_is_neither_a_file_nor_an_id_is_refused_without_the_network(source, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", None)
-    with pytest.raises(
-        CalibrationError, match=r"does not exist\. Give a file .*, a folder, a dataset id"
-    ) as caught:
+    with pytest.raises(CalibrationError, match=r"does not exist\. Give a file .*, a folder, a dataset id") as caught:
         read(source)
     assert len(str(caught.value)) < 300
 
 
 def test_data_that_a_written_config_does_not_hold():
     written = CalibrationConfig(["a text"]).to_dict()
-    with pytest.raises(
-        CalibrationError, match=r"written without its data .*1 texts.*source to the data again"
-    ):
+    with pytest.raises(CalibrationError, match=r"written without its data .*1 texts.*source to the data again"):
         open_source(CalibrationConfig.from_dict(written))
 
 

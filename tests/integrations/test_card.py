@@ -68,20 +68,14 @@ def test_metadata():
 def test_body():
     card = model_card(report(), evaluations=BOTH, layout="compact", file_bytes=36_100_000)
     text = " ".join(card.text.split())
-    assert (
-        "`org/dense`, pruned with `optimum_prune`: of 10,000 parameters, 9,000 are left (36.1 MB of weight"
-        in text
-    )
+    assert "`org/dense`, pruned with `optimum_prune`: of 10,000 parameters, 9,000 are left (36.1 MB of weight" in text
     assert "allocation `gamma` (MLP sparsity = 2.5 x attention sparsity)" in text
     assert "| `kv_group` | 10.0% | 8.3% | 11 of 12 |" in card.text
     assert "| all | 20.0% | 27.1% |  |" in card.text
     assert "| model.layers.0 | 3 of 4 | 16 of 24 |" in card.text
     assert "| perplexity | 12.50 | 25.00 | 2.00x |" in card.text
     assert "| decoding, per token | 10.0 ms | 9.0 ms | 0.90x |" in card.text
-    assert (
-        "On org/texts:small, 32 samples, 4,096 tokens; cpu, float32, CPU threads: 2. Times are medians."
-        in text
-    )
+    assert "On org/texts:small, 32 samples, 4,096 tokens; cpu, float32, CPU threads: 2. Times are medians." in text
     assert "It is no promise" in text
     assert "NIRVANA" in sections(card)["Method"]
     assert "revision `0123abc`" in text
@@ -149,9 +143,7 @@ def test_how_to_reproduce():
     size=st.sampled_from([None, 1_000_000]),
     layers=st.sampled_from([1, 13]),
 )
-def test_whatever_is_missing_leaves_no_hole(
-    evaluations, calibration, gamma, base, warnings, layout, size, layers
-):
+def test_whatever_is_missing_leaves_no_hole(evaluations, calibration, gamma, base, warnings, layout, size, layers):
     run = report(
         layers=layers,
         calibration=calibration,

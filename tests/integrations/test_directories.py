@@ -174,6 +174,14 @@ def test_working_directory(old, inside, monkeypatch):
     assert tree(old) == before
 
 
+def test_mount_point(old, monkeypatch):
+    before = tree(old)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == old)
+    refused(old, "it is a mount point.*Pass a directory in it")
+    assert tree(old) == before
+    assert os.listdir(old.parent) == ["it"]
+
+
 def test_name_too_long(tmp_path):
     refused(tmp_path / ("x" * 300), "cannot be written to: File name too long")
     assert not any(tmp_path.iterdir())

@@ -221,17 +221,13 @@ def test_layers_made_even_again_are_stock(tmp_path):
     config = json.loads((tmp_path / "it" / "config.json").read_text())
     assert smallest.items() <= config.items()
     assert not OURS & config.keys()
-    assert torch.equal(
-        outputs(LlamaForCausalLM.from_pretrained(tmp_path / "it"))["logits"], outputs(model)["logits"]
-    )
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path / "it"))["logits"], outputs(model)["logits"])
 
 
 def test_dense_model_is_stock(tmp_path):
     model = llama()
     assert save_checkpoint(model, tmp_path / "it") == "stock"
-    assert torch.equal(
-        outputs(LlamaForCausalLM.from_pretrained(tmp_path / "it"))["logits"], outputs(model)["logits"]
-    )
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path / "it"))["logits"], outputs(model)["logits"])
 
 
 # Choice of the layout
@@ -351,9 +347,7 @@ def test_verification_of_stock(width, tmp_path, monkeypatch):
         rewrite_config(folder, lambda config: config.update(intermediate_size=width))
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_wrongly)
-    message = (
-        f"model.layers.0.mlp.down_proj.weight is [32, {width}], but in the checkpoint it is [32, 40] (9 of "
-    )
+    message = f"model.layers.0.mlp.down_proj.weight is [32, {width}], but in the checkpoint it is [32, 40] (9 of "
     with pytest.raises(CheckpointError, match=re.escape(message)):
         save_checkpoint(uniformly(llama()), tmp_path / "it")
     assert not any(tmp_path.iterdir())
@@ -364,9 +358,7 @@ def test_verification_of_stock(width, tmp_path, monkeypatch):
 def test_a_tie_that_the_config_does_not_know_is_found(tmp_path):
     model = unevenly(llama())
     model.lm_head.weight = model.model.embed_tokens.weight
-    with pytest.raises(
-        CheckpointError, match=r"lm_head.weight is \[96, 32\], but in the checkpoint it is absent"
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is \[96, 32\], but in the checkpoint it is absent"):
         save_checkpoint(model, tmp_path / "it")
 
 

@@ -200,8 +200,7 @@ def test_text_generation_pipeline(compact):
     generator = pipeline("text-generation", model=str(compact), tokenizer=words)
     ids, mask = left_padded()
     prompts = [
-        " ".join(words.convert_ids_to_tokens(row[keep].tolist()))
-        for row, keep in zip(ids, mask.bool(), strict=True)
+        " ".join(words.convert_ids_to_tokens(row[keep].tolist())) for row, keep in zip(ids, mask.bool(), strict=True)
     ]
     found = generator(prompts, batch_size=2, do_sample=False, max_new_tokens=5, return_full_text=False)
     expected = words.batch_decode(outputs(generator.model)["dynamic"][:, :5], skip_special_tokens=True)
@@ -215,9 +214,7 @@ def test_weights_of_the_old_format(compact, expected, tmp_path):
 
 
 def test_lora(compact, model, tmp_path):
-    lora = LoraConfig(
-        r=2, target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"], init_lora_weights=False
-    )
+    lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"], init_lora_weights=False)
     tuned = get_peft_model(model, lora)
     tuned.save_pretrained(tmp_path / "adapter")
     attached = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(compact), tmp_path / "adapter")
@@ -268,9 +265,7 @@ MISMATCHES = {
         f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (14 of 27",
     ),
     "no sizes and no flag": (
-        lambda config: [
-            config.pop(key) for key in ("per_layer_config", "allow_global_per_layer_attribute_access")
-        ],
+        lambda config: [config.pop(key) for key in ("per_layer_config", "allow_global_per_layer_attribute_access")],
         f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (14 of 27",
     ),
     "sizes of one layer lost": (
@@ -336,9 +331,7 @@ def test_what_transformers_itself_refuses(change, compact, tmp_path):
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification])
 def test_lost_tensor(auto, compact, tmp_path):
     folder = tampered(compact, tmp_path / "it", weights=lambda tensors: tensors.pop(DOWN))
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight is \[32, 39\], but .* absent \(1 of"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight is \[32, 39\], but .* absent \(1 of"):
         auto.from_pretrained(folder)
 
 
@@ -347,9 +340,7 @@ def test_swapped_shard(tmp_path):
     shards = sorted((tmp_path / "it").glob("model-*.safetensors"))
     (lost,) = load_file(shards[3])
     shutil.copy(shards[0], shards[3])
-    with pytest.raises(
-        CheckpointError, match=rf"{re.escape(lost)} is .*, but in the checkpoint it is absent"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(lost)} is .*, but in the checkpoint it is absent"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "it")
 
 
@@ -395,9 +386,7 @@ def test_pruning_while_loading(config, tmp_path):
 
 def test_block_of_a_newer_version(compact, expected, tmp_path):
     """It is loaded with a warning, and what this version does not know survives saving."""
-    folder = tampered(
-        compact, tmp_path / "it", config=lambda config: config["quantization_config"].update(zip=1)
-    )
+    folder = tampered(compact, tmp_path / "it", config=lambda config: config["quantization_config"].update(zip=1))
     with pytest.warns(UserWarning, match=r"Unknown keys \['zip'\].*newer optimum_prune"):
         model = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(logits(model), expected)

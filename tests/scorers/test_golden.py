@@ -83,8 +83,7 @@ def ntk_loops(model):
     linears = linears_of(model)
     gradients = torch.autograd.grad(f, [linear.weight for linear in linears])
     products = {
-        linear: (linear.weight * gradient).tolist()
-        for linear, gradient in zip(linears, gradients, strict=True)
+        linear: (linear.weight * gradient).tolist() for linear, gradient in zip(linears, gradients, strict=True)
     }
     return [
         [sum(abs(products[linear][row][column]) for linear, row, column in unit) for unit in units]
@@ -119,9 +118,7 @@ def test_gradients_equal_finite_differences():
 
     data = CalibrationData(SAMPLES, 6, "test")
     gradients = {}
-    scorer = Scorer(
-        "probe", lambda w, s: gradients.setdefault(w, s.gradient).abs(), "", objective=ntk.objective
-    )
+    scorer = Scorer("probe", lambda w, s: gradients.setdefault(w, s.gradient).abs(), "", objective=ntk.objective)
     score_groups(model, bind(model), scorer, data=data, batch_size=2)
     for linear in linears_of(model):
         gradient, weight = gradients[linear.weight], linear.weight.data
@@ -202,9 +199,7 @@ class TestContract:
                 if scorer.objective is None
                 else torch.randn((4, 4), generator=torch.Generator().manual_seed(7), device="cpu")
             )
-            assert torch.equal(
-                scorer.score(weight, Statistics(torch.Generator().manual_seed(0), gradient)), expected
-            )
+            assert torch.equal(scorer.score(weight, Statistics(torch.Generator().manual_seed(0), gradient)), expected)
 
     def test_objective_is_a_sum_over_samples_that_does_not_see_padding(self, scorer):
         if scorer.objective is None:
@@ -258,7 +253,5 @@ def test_random_follows_its_seed():
 def test_scores_that_are_no_numbers_are_refused_by_name():
     model = small_llama()
     scorer = Scorer("broken", lambda weight, statistics: weight.float() / 0, "")
-    with pytest.raises(
-        UnsupportedModel, match=r"broken scores of model\.layers\.0\.self_attn are not finite"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"broken scores of model\.layers\.0\.self_attn are not finite"):
         score_groups(model, bind(model), scorer)

@@ -1,0 +1,373 @@
+"""`optimum-cli prune run`: one line for a user's mistake, and one real run from a shell to a reload."""
+
+import importlib.util
+import json
+import logging
+import re
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from optimum.commands import optimum_cli
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+import optimum_prune
+from optimum_prune import measurements
+from optimum_prune.commands import prune as command
+from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.integrations.layouts import LAYOUTS
+from optimum_prune.pruner import Pruner
+from tests.models import llama, tokens
+from tests.processes import run
+from tests.words import tokenizer
+
+CLI = "from optimum.commands.optimum_cli import main; main()"
+ERROR = "optimum-cli prune run: error: "
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder.parent / "text.txt").write_text(" ".join(f"w{3 + i * 7 % 90}" for i in range(400)))
+    return folder
+
+
+@pytest.fixture
+def cli(dense, monkeypatch, capfd):
+    """Return a function that runs `optimum-cli prune run` in this process -> (exit code, stdout, stderr)."""
+    monkeypatch.chdir(dense.parent)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(warnings, "filters", list(warnings.filters))
+    monkeypatch.setattr(logging.getLogger("transformers.integrations.heterogeneity"), "level", logging.NOTSET)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["optimum-cli", "prune", "run", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            optimum_cli.main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def refused(cli, monkeypatch, tmp_path):
+    """Return a function that runs what must be refused before any model is read -> the one line of stderr."""
+
+    def from_pretrained(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    def call(*arguments: object, model: object = "dense", output: object = tmp_path / "output") -> str:
+        code, stdout, stderr = cli("--model", model, "--output", output, *arguments)
+        assert (code, stdout) == (2, "")
+        assert stderr.startswith(ERROR) and stderr.endswith("\n") and stderr.count("\n") == 1
+        assert not (tmp_path / "output").exists()
+        return stderr.removeprefix(ERROR).strip()
+
+    monkeypatch.setattr(Pruner, "from_pretrained", from_pretrained)
+    return call
+
+
+# Help
+
+
+def flags() -> dict[str, str]:
+    """Return the flag of every field, and its help."""
+    found = {f"--{option.name}": option for option in fields(PruningConfig) if option.name != "calibration"}
+    found |= {f"--calibration-{option.name}": option for option in fields(CalibrationConfig)}
+    return {flag.replace("_", "-"): option.metadata["help"] for flag, option in found.items()}
+
+
+def test_help_has_every_field(cli):
+    code, shown, _ = cli("--help")
+    assert code == 0
+    words = " ".join(shown.split())
+    for flag, text in flags().items():
+        assert f"{flag} " in words and text in words
+    assert "--layout {" + ",".join(LAYOUTS) + "}" in shown
+    assert "Architectures: llama, mistral. Scorers: magnitude, ntk, random." in words
+
+
+def test_command_is_installed_as_it_is_written():
+    """Editable installs copy this one file: after a change, `pip install -e .` is due."""
+    installed = importlib.util.find_spec("optimum.commands.register.register_prune")
+    assert installed is not None and installed.origin is not None
+    written = Path(optimum_prune.__file__).parent / "commands" / "register_prune.py"
+    assert Path(installed.origin).read_text() == written.read_text()
+
+
+# Mistakes that need no model to be seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "sparsity is required: the fraction of the targeted weights to remove, in [0, 1)."),
+        ("--sparsity 1.5", "sparsity must be in [0, 1), got 1.5."),
+        ("--sparsity 1", "sparsity must be in [0, 1), got 1.0."),
+        ("--sparsity -0.1", "sparsity must be in [0, 1), got -0.1."),
+        ("--sparsity nan", "sparsity must be in [0, 1), got nan."),
+        ("--sparsity much", "argument --sparsity: invalid float value: 'much'"),
+        ("--sparsity 0.2 --seed x", "argument --seed: invalid int value: 'x'"),
+        ("--sparsity 0.2 --gamma x", "gamma must be 'auto' or a finite number > 0, got 'x'."),
+        (
+            "--sparsity 0.2 --pattern 0:4",
+            "pattern '0:4' is no n:m: n of every m consecutive weights are removed, ",
+        ),
+        ("--sparsity 0.9 --pattern 2:4", "sparsity=0.9 conflicts with pattern '2:4'"),
+        ("--sparsity 0.2 --scorer magnitud", "Unknown scorer 'magnitud'; supported: 'magnitude', "),
+        ("--sparsity 0.2 --scorer magnitud", "Did you mean 'magnitude'?"),
+        ("--sparsity 0.2 --units mlp", "Unknown unit 'mlp'; supported: 'kv_group', 'mlp_channel'."),
+        ("--sparsity 0.2 --calibration-num-samples 0", "num_samples must be an integer >= 1, got 0."),
+        ("--sparsty 0.2", "unrecognized arguments: --sparsty 0.2. Did you mean --sparsity?"),
+        ("--sparsty=0.2", "unrecognized arguments: --sparsty=0.2. Did you mean --sparsity?"),
+        ("--spars 0.2", "unrecognized arguments: --spars 0.2."),  # no abbreviations
+        ("--sparsity 0.2 --layout padded", "argument --layout: invalid choice: 'padded'"),
+        ("--sparsity 0.2 --evaluate no.txt", "Calibration source 'no.txt' does not exist."),
+    ],
+)
+def test_mistakes(arguments, message, refused):
+    assert message in refused(*arguments.split())
+
+
+def test_missing_flags(cli):
+    code, _, stderr = cli("--sparsity", 0.2)
+    assert (code, stderr) == (2, f"{ERROR}the following arguments are required: --model, --output\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.yaml", None, "Recipe '{}' cannot be read: No such file or directory."),
+        ("recipe.toml", "", "A recipe must end in .yaml, .yml or .json, got 'recipe.toml'."),
+        ("corrupt.yaml", "sparsity: [\n\n", "Recipe '{}' is not valid yaml: while parsing"),
+        ("corrupt.json", '{"sparsity":\n', "Recipe '{}' is not valid json: Expecting value"),
+        ("list.yaml", "- sparsity", "Recipe '{}' must hold a mapping of fields, got ['sparsity']."),
+        ("unknown.yaml", "sparsty: 0.2", "Unknown PruningConfig field 'sparsty'; "),
+        ("unknown.yaml", "calibration: {samples: 3}", "Unknown CalibrationConfig field 'samples'; "),
+        ("value.json", '{"sparsity": 2}', "sparsity must be in [0, 1), got 2."),
+        (
+            "kind.json",
+            '{"sparsity": 0.2, "calibration": [1]}',
+            "CalibrationConfig must be a mapping of fields",
+        ),
+    ],
+)
+def test_bad_recipes(name, content, message, refused, tmp_path):
+    recipe = tmp_path / name
+    if content is not None:
+        recipe.write_text(content)
+    assert message.format(recipe) in refused("--recipe", recipe)
+
+
+def test_output_that_must_not_be_written(refused, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "diary.txt").touch()
+    for output, message in {
+        "dense": "is the model's own folder; choose another.",
+        "./dense/": "is the model's own folder; choose another.",
+        ".": "holds the working directory; choose another.",
+        "..": "holds the working directory; choose another.",
+        tmp_path / "file": "is a file; choose a folder.",
+        tmp_path / "full": "is not empty and holds no checkpoint to replace; choose another.",
+        tmp_path / "file" / "below": "cannot be written: Not a directory.",
+        "/proc/nowhere/model": "cannot be written: ",
+    }.items():
+        assert message in refused("--sparsity", 0.2, output=output)
+    assert (tmp_path / "full" / "diary.txt").exists()
+
+
+def test_trying_the_output_leaves_nothing(refused, tmp_path):
+    refused("--sparsity", 0.2, "--evaluate", "no.txt", output=tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluation_needs_its_package(refused, monkeypatch):
+    monkeypatch.setattr(measurements, "find_spec", lambda name: None)
+    message = "Evaluation needs the package 'evaluate': pip install 'optimum-prune[eval]'."
+    assert refused("--sparsity", 0.2, "--evaluate", "text.txt") == message
+
+
+def test_evaluation_on_the_models_own_text_is_refused(refused):
+    assert "text that the model did not write itself" in refused("--sparsity", 0.2, "--evaluate", "self")
+
+
+# Mistakes that the model shows
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("/no/such/folder", "", "/no/such/folder does not exist."),
+        ("no-such/model", "", "no-such/model cannot be loaded: "),
+        ("gpt2", "", "Unknown architecture 'gpt2'; supported: 'llama', 'mistral'."),
+        ("dense", "--calibration-source no.txt", "Calibration source 'no.txt' does not exist."),
+        ("dense", "--exclude no_such_layer", "no_such_layer"),
+        (
+            "dense",
+            "--calibration-seq-len 65",
+            "seq_len must be at most the model's max_position_embeddings 64",
+        ),
+    ],
+)
+def test_mistakes_about_the_model(model, arguments, message, cli, dense, tmp_path):
+    GPT2Config().save_pretrained(dense.parent / "gpt2")
+    output = tmp_path / "output"
+    code, stdout, stderr = cli("--model", model, "--output", output, "--sparsity", 0.2, *arguments.split())
+    assert (code, stdout) == (2, "")
+    *before, last = stderr.splitlines()
+    assert last.startswith(ERROR) and message in last
+    assert all("Loading weights" in line for line in before if line)  # a bar of transformers, nothing else
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted(cli, monkeypatch, tmp_path):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pruner, "prune", interrupted)
+    code, stdout, stderr = cli("--model", "dense", "--output", tmp_path / "output", "--sparsity", 0.2)
+    assert (code, stdout) == (130, "")
+    assert stderr.endswith("\nInterrupted.\n") and "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# Recipes and flags
+
+
+@pytest.fixture
+def merged(cli, monkeypatch, tmp_path):
+    """Return a function that runs a recipe with flags -> the config that prune() is called with."""
+
+    def call(recipe: dict, *arguments: object) -> PruningConfig:
+        seen = []
+
+        def stop(pruner, config):
+            seen.append(config)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Pruner, "prune", stop)
+        file = tmp_path / "recipe.json"
+        file.write_text(json.dumps(recipe))
+        cli("--model", "dense", "--output", tmp_path / "output", "--recipe", file, *arguments)
+        return seen[0]
+
+    return call
+
+
+def test_flags_override_the_recipe(merged):
+    recipe = PruningConfig(
+        sparsity=0.2,
+        scorer="magnitude",
+        seed=5,
+        units=["kv_group"],
+        calibration=CalibrationConfig("text.txt", num_samples=3, seed=7),
+    )
+    assert merged(recipe.to_dict()) == recipe
+    assert merged(
+        recipe.to_dict(),
+        *(
+            "--sparsity",
+            0.5,
+            "--scorer",
+            "ntk",
+            "--gamma",
+            2,
+            "--seed",
+            0,
+            "--units",
+            "kv_group",
+            "mlp_channel",
+        ),
+        *("--exclude", "*.0.*", "--calibration-seed", 0, "--calibration-seq-len", 16),
+    ) == PruningConfig(
+        sparsity=0.5,
+        scorer="ntk",
+        gamma=2.0,
+        seed=0,
+        units=["kv_group", "mlp_channel"],
+        exclude=["*.0.*"],
+        calibration=CalibrationConfig("text.txt", num_samples=3, seed=0, seq_len=16),
+    )
+
+
+def test_recipe_may_leave_what_a_flag_gives(merged):
+    assert merged({"scorer": "random"}, "--sparsity", 0.5) == PruningConfig(scorer="random", sparsity=0.5)
+
+
+# The whole way
+
+
+@pytest.fixture(scope="module")
+def finished(dense):
+    """Run the command from a shell, with a recipe, an evaluation and an older checkpoint to replace."""
+    folder = dense.parent
+    copytree(dense, folder / "pruned")
+    (folder / "recipe.yaml").write_text(
+        "version: 2\nhyperdrive: on\nsparsity: 0.9\nround_to: 1\ncalibration: {num_samples: 4, seq_len: 16}"
+    )
+    done = run(
+        CLI,
+        *(
+            "prune",
+            "run",
+            "--model",
+            dense,
+            "--output",
+            folder / "pruned",
+            "--recipe",
+            folder / "recipe.yaml",
+        ),
+        *("--sparsity", 0.3, "--calibration-source", folder / "text.txt", "--evaluate", folder / "text.txt"),
+        *("--dtype", "bfloat16"),
+    )
+    assert done.returncode == 0, done.stderr
+    return done, folder / "pruned"
+
+
+def test_the_whole_way(finished):
+    _, folder = finished
+    model, dense = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, folder.with_name("dense")))
+    assert model.num_parameters() < 0.9 * dense.num_parameters()
+    assert model.dtype == torch.bfloat16
+    assert model(tokens()).logits.isfinite().all()
+    assert AutoTokenizer.from_pretrained(folder)("w3 w4")["input_ids"] == [3, 4]
+    report = json.loads((folder / "pruning_report.json").read_text())
+    assert (report["config"]["sparsity"], report["config"]["round_to"]) == (0.3, 1)
+    assert report["calibration"]["samples"] == 4
+    assert "perplexity" in (folder / "README.md").read_text()
+
+
+def test_what_is_printed(finished):
+    done, folder = finished
+    for line in (
+        r"^structured, ntk, .*: asked 30.0%, achieved \d+\.\d% of the targeted weights$",
+        r"^ +dense +pruned +ratio$",
+        r"^perplexity +\d.*x$",
+        r"^KL\(dense \|\| pruned\) +\d",
+        r"^decoding, per token .*x$",
+        rf"^Saved to {re.escape(str(folder))}$",
+    ):
+        assert re.search(line, done.stdout, re.MULTILINE), line
+
+
+def test_standard_error_is_calm(finished):
+    """Bars of what takes long, what the package has to say in plain lines, and nothing of other libraries."""
+    done, _ = finished
+    lines = {line.strip() for line in re.split(r"[\r\n]", done.stderr)} - {""}
+    bars = {bar[1] for line in lines if (bar := re.match(r"([\w ]+): +\d+%\|", line))}
+    assert bars >= {"Forward", "Backward", "Evaluation", "Latency"}
+    said = sorted(line for line in lines if line.partition(":")[0] not in bars)
+    assert len(said) == 2
+    assert re.fullmatch(r"Asked for 32 samples; .*text.txt gives only \d+ samples, .*", said[0])
+    assert re.fullmatch(r"This PruningConfig was written by a newer .* are ignored: 'hyperdrive'\.", said[1])

@@ -1,0 +1,448 @@
+"""The two configurations: what they accept, what they refuse and how, and that files lose nothing."""
+
+import copy
+import json
+import re
+import warnings
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from datasets import Dataset, DatasetDict, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimum_prune import registry
+from optimum_prune.config import IN_MEMORY, UNITS, CalibrationConfig, PruningConfig, read_recipe
+from optimum_prune.errors import InvalidConfig
+
+# Strategies
+
+NAMES = st.text(min_size=1)
+COUNTS = st.integers(min_value=1, max_value=2**40)
+SEEDS = st.integers(min_value=0, max_value=2**63 - 1)
+PATTERNS = st.none() | st.lists(NAMES, min_size=1, max_size=3, unique=True)
+
+CALIBRATIONS = st.builds(
+    CalibrationConfig,
+    source=NAMES,
+    num_samples=COUNTS,
+    seq_len=st.none() | COUNTS,
+    batch_size=COUNTS,
+    seed=SEEDS,
+    split=NAMES,
+    text_column=st.none() | NAMES,
+)
+
+
+@st.composite
+def prunings(draw: st.DrawFn) -> PruningConfig:
+    allocation = draw(st.sampled_from(["auto", "uniform", "global", "gamma"]))
+    gammas: st.SearchStrategy[Any] = st.just("auto")
+    if allocation in ("auto", "gamma"):
+        gammas |= st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+    return PruningConfig(
+        scorer=draw(st.sampled_from(registry.available("scorers"))),
+        sparsity=draw(st.floats(min_value=0, max_value=1, exclude_max=True)),
+        allocation=allocation,
+        gamma=draw(gammas),
+        units=draw(st.none() | st.lists(st.sampled_from(list[str](UNITS)), min_size=1, unique=True)),
+        include=draw(PATTERNS),
+        exclude=draw(PATTERNS),
+        round_to=draw(COUNTS),
+        calibration=draw(CALIBRATIONS),
+        seed=draw(SEEDS),
+    )
+
+
+CONFIGS = CALIBRATIONS | prunings()
+UNTIMED = settings(deadline=None)  # a busy machine is no failure
+
+
+def pruning(**changes: Any) -> PruningConfig:
+    values: dict[str, Any] = {"sparsity": 0.2} | changes
+    return PruningConfig(**values)
+
+
+# Round trips
+
+
+@UNTIMED
+@given(CONFIGS)
+def test_dict_round_trip(config):
+    data = config.to_dict()
+    before = copy.deepcopy(data)
+    assert type(config).from_dict(data) == config
+    assert data == before
+    assert data["version"] == 1
+
+
+@UNTIMED
+@given(CONFIGS)
+def test_a_dict_is_plain_json(config):
+    assert json.loads(json.dumps(config.to_dict(), allow_nan=False)) == config.to_dict()
+
+
+@UNTIMED
+@given(CONFIGS, st.sampled_from(["yaml", "json"]))
+def test_file_round_trip(config, kind):
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"recipe.{kind}"
+        getattr(config, f"to_{kind}")(path)
+        assert getattr(type(config), f"from_{kind}")(path) == config
+        assert type(config).from_file(str(path)) == config
+
+
+@UNTIMED
+@given(CONFIGS)
+def test_repr_builds_the_same(config):
+    assert eval(repr(config)) == config
+
+
+@pytest.mark.parametrize("word", ["2:4", "null", "yes", "1e3", "0x10", "~", "- a", "# b", "é", "\u2028", "\x85", "\0"])
+def test_words_that_yaml_could_take_for_something_else(word, tmp_path):
+    config = pruning(include=[word], calibration=CalibrationConfig(source=word))
+    config.to_yaml(tmp_path / "recipe.yaml")
+    assert PruningConfig.from_yaml(tmp_path / "recipe.yaml") == config
+
+
+def test_a_recipe_by_hand_needs_no_version_and_no_more_than_it_says(tmp_path):
+    (tmp_path / "r.yml").write_text("sparsity: 0.5\nunits: mlp_channel\ncalibration: {source: text.txt}\n")
+    assert PruningConfig.from_file(tmp_path / "r.yml") == PruningConfig(
+        sparsity=0.5, units=["mlp_channel"], calibration=CalibrationConfig("text.txt")
+    )
+
+
+def test_a_written_recipe_is_in_the_order_of_the_fields(tmp_path):
+    pruning().to_yaml(tmp_path / "r.yaml")
+    written = yaml.safe_load((tmp_path / "r.yaml").read_text())
+    assert list(written) == ["version", *(field.name for field in fields(PruningConfig))]
+
+
+# What is kept
+
+
+def test_defaults():
+    assert PruningConfig(sparsity=0.2) == PruningConfig(
+        pattern="structured",
+        scorer="ntk",
+        sparsity=0.2,
+        allocation="auto",
+        gamma="auto",
+        units=None,
+        include=None,
+        exclude=None,
+        round_to=8,
+        calibration=CalibrationConfig("self", 32, None, 4, 0, "train", None),
+        seed=0,
+    )
+    assert PruningConfig.quant_method == "optimum_prune"
+
+
+def test_nothing_removed_is_legal():
+    assert pruning(sparsity=0).sparsity == 0.0
+
+
+@pytest.mark.parametrize("name", ["units", "include", "exclude"])
+@pytest.mark.parametrize("given_as", ["kv_group", ["kv_group"], ("kv_group",)])
+def test_one_string_is_a_list_of_one(name, given_as):
+    assert getattr(pruning(**{name: given_as}), name) == ["kv_group"]
+
+
+def test_calibration_may_be_a_dict():
+    assert pruning(calibration={"num_samples": 8}).calibration == CalibrationConfig(num_samples=8)
+
+
+def test_numbers_of_numpy_become_plain():
+    config = pruning(sparsity=np.float32(0.25), round_to=np.int64(4), seed=np.int32(1), gamma=np.float64(2))
+    assert config == pruning(sparsity=0.25, round_to=4, seed=1, gamma=2.0)
+    json.dumps(config.to_dict())
+
+
+def test_a_path_becomes_a_string(tmp_path):
+    assert CalibrationConfig(tmp_path / "text.txt").source == str(tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("config", [pruning(), CalibrationConfig()])
+def test_a_config_is_frozen(config):
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 3
+
+
+def test_a_copy_is_checked_as_well():
+    config = pruning()
+    assert copy.deepcopy(config) == config
+    assert replace(config, sparsity=0.3) == pruning(sparsity=0.3)
+    with pytest.raises(InvalidConfig, match=r"sparsity must be in \[0, 1\), got 3\."):
+        replace(config, sparsity=3)
+    with pytest.raises(InvalidConfig, match="Did you mean 'sparsity'"):
+        replace(config, sparsitty=0.3)
+
+
+def test_every_field_has_a_line_of_help():
+    for field in (*fields(PruningConfig), *fields(CalibrationConfig)):
+        assert len(field.metadata["help"]) > 20, field.name
+
+
+# Sources that live in memory
+
+TEXTS = ["a text that must not be written", "another"]
+TOKENS = [[41, 42, 43], [44]]
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern"),
+    [
+        (TEXTS, r"in-memory: 2 texts, sha256 [0-9a-f]{16}"),
+        (TOKENS, r"in-memory: 2 token lists, sha256 [0-9a-f]{16}"),
+        ([np.arange(3).tolist()], r"in-memory: 1 token lists, sha256 [0-9a-f]{16}"),
+        ([list(np.arange(3))], r"in-memory: 1 token lists, sha256 [0-9a-f]{16}"),
+        (Dataset.from_dict({"text": TEXTS, "label": [0, 1]}), "in-memory: Dataset, columns: text, label"),
+        (
+            Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(),
+            "in-memory: IterableDataset, columns: text",
+        ),
+        (  # its columns are not known before it is read
+            IterableDataset.from_generator(lambda: iter([{"text": TEXTS[0]}])),
+            "in-memory: IterableDataset, columns: unknown",
+        ),
+    ],
+)
+def test_data_in_memory_is_described_and_never_written(source, pattern):
+    config = pruning(calibration=CalibrationConfig(source))
+    assert config.calibration.source == source
+    written = config.to_dict()["calibration"]["source"]
+    assert re.fullmatch(pattern, written)
+    assert written in repr(config)
+    assert "must not be written" not in repr(config) + json.dumps(config.to_dict())
+    reread = PruningConfig.from_dict(config.to_dict())  # raises only when the data is asked for
+    assert reread.calibration.source == written
+    assert written.startswith(IN_MEMORY)
+
+
+def test_the_description_tells_data_apart():
+    written = [CalibrationConfig(source).to_dict()["source"] for source in (TEXTS, list(TEXTS), TEXTS[::-1])]
+    assert written[0] == written[1] != written[2]
+
+
+def test_the_list_of_the_caller_may_change_later():
+    texts = list(TEXTS)
+    config = CalibrationConfig(texts)
+    texts.append("later")
+    assert config.source == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "source must be a dataset id, a file or folder, .*, got ''."),
+        ([], "source must be a dataset id, .* or 'self', got []."),
+        (None, "source must be a dataset id, .*, got None."),
+        (3, "source must be a dataset id, .*, got 3."),
+        (["text", [1, 2]], "source must hold only strings, or only lists of token ids; it mixes .*"),
+        ([[1, 2], ["text"]], "source must hold only strings, or only lists of token ids"),
+        ([[True]], "source must hold only strings, or only lists of token ids"),
+        ([1, 2, 3], "source must hold only strings, or only lists of token ids"),
+        (
+            DatasetDict({"train": Dataset.from_dict({"text": TEXTS})}),
+            "source must be one dataset; choose one of ['train']",
+        ),
+        ({}, "source must be a dataset id, .*, got {}."),
+    ],
+)
+def test_sources_that_cannot_be_meant(source, message):
+    with pytest.raises(InvalidConfig, match=loosely(message)):
+        CalibrationConfig(source)
+
+
+# What is refused
+
+
+def loosely(message: str) -> str:
+    """Return a regular expression of a message in which only `.*` is special."""
+    return ".*".join(map(re.escape, message.split(".*")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity": 1.5}, "sparsity must be in [0, 1), got 1.5."),
+        ({"sparsity": 1.0}, "sparsity must be in [0, 1), got 1.0."),
+        ({"sparsity": 1}, "sparsity must be in [0, 1), got 1."),
+        ({"sparsity": -0.1}, "sparsity must be in [0, 1), got -0.1."),
+        ({"sparsity": float("nan")}, "sparsity must be in [0, 1), got nan."),
+        ({"sparsity": float("inf")}, "sparsity must be in [0, 1), got inf."),
+        ({"sparsity": False}, "sparsity must be in [0, 1), got False."),
+        ({"sparsity": "0.2"}, "sparsity must be in [0, 1), got '0.2'."),
+        ({"sparsity": None}, "sparsity is required: the fraction of .* to remove, in [0, 1)."),
+        ({"pattern": "4:2"}, "pattern '4:2' is no n:m: n of every m .* are removed, so 0 < n < m."),
+        ({"pattern": "0:4"}, "pattern '0:4' is no n:m: .* so 0 < n < m."),
+        ({"pattern": "4:4"}, "pattern '4:4' is no n:m: .* so 0 < n < m."),
+        (
+            {"pattern": "2:4", "sparsity": 0.9},
+            "sparsity=0.9 conflicts with pattern '2:4', which removes exactly 2 of .*; leave sparsity out.",
+        ),
+        ({"pattern": "2:4", "sparsity": 0.5}, "pattern '2:4' is not available .*; available: 'structured'."),
+        ({"pattern": "2:4", "sparsity": None}, "pattern '2:4' is not available .*; available: 'structured'."),
+        ({"pattern": "unstructured"}, "pattern 'unstructured' is not available .*; available: 'structured'."),
+        (
+            {"pattern": "layers"},
+            "pattern 'layers' is not available in this version; available: 'structured'.",
+        ),
+        (
+            {"pattern": "structurd"},
+            "Unknown pattern 'structurd'; supported: 'structured'. Did you mean 'structured'?",
+        ),
+        ({"pattern": "2:4:8"}, "Unknown pattern '2:4:8'; supported: 'structured'."),
+        ({"pattern": 124}, 'pattern must be a string (in YAML, quote it: "2:4"), got 124.'),
+        ({"scorer": "magnitud"}, "Unknown scorer 'magnitud'; supported: .*. Did you mean 'magnitude'?"),
+        ({"scorer": None}, "Unknown scorer None; supported: .*."),
+        (
+            {"allocation": "globl"},
+            "Unknown allocation 'globl'; supported: 'auto', .*. Did you mean 'global'?",
+        ),
+        ({"gamma": 0}, "gamma must be 'auto' or a finite number > 0, got 0."),
+        ({"gamma": float("inf")}, "gamma must be 'auto' or a finite number > 0, got inf."),
+        ({"gamma": "best"}, "gamma must be 'auto' or a finite number > 0, got 'best'."),
+        (
+            {"gamma": 3, "allocation": "uniform"},
+            "gamma=3.0 has no meaning .*'uniform'; use allocation='gamma'.",
+        ),
+        ({"gamma": 3, "allocation": "global"}, "gamma=3.0 has no meaning with allocation='global'"),
+        ({"units": ["mlp_chanel"]}, "Unknown unit 'mlp_chanel'; .* Did you mean 'mlp_channel'?"),
+        ({"units": []}, "units must be None or a non-empty list of kinds of unit, got []."),
+        (
+            {"units": ["kv_group", "kv_group"]},
+            "units must be free of repetitions, got ['kv_group', 'kv_group'].",
+        ),
+        ({"include": []}, "include must be None or a non-empty list of glob patterns, got []."),
+        ({"exclude": ""}, "exclude must be None or a non-empty list of glob patterns, got ''."),
+        ({"exclude": ["a", ""]}, "exclude must be None or a non-empty list of glob patterns, got ['a', '']."),
+        ({"exclude": {"a": 1}}, "exclude must be None or a non-empty list of glob patterns, got {'a': 1}."),
+        ({"exclude": [np.arange(3)]}, "exclude must be None or a non-empty list of glob patterns, got .*"),
+        ({"round_to": 0}, "round_to must be an integer >= 1, got 0."),
+        ({"round_to": 8.0}, "round_to must be an integer >= 1, got 8.0."),
+        ({"round_to": None}, "round_to must be an integer >= 1, got None."),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1."),
+        ({"seed": True}, "seed must be an integer >= 0, got True."),
+        ({"seed": 2**63}, "seed must be an integer >= 0, got 9223372036854775808."),
+        ({"calibration": None}, "calibration must be a CalibrationConfig or a mapping, got None."),
+        ({"calibration": "self"}, "calibration must be a CalibrationConfig or a mapping, got 'self'."),
+        (
+            {"calibration": {"num_sample": 8}},
+            "Unknown CalibrationConfig field 'num_sample'; .*'num_samples'?",
+        ),
+        ({"calibration": {"num_samples": 0}}, "num_samples must be an integer >= 1, got 0."),
+        ({"sparsitty": 0.2}, "Unknown PruningConfig field 'sparsitty'; .* Did you mean 'sparsity'?"),
+    ],
+)
+def test_pruning_values(changes, message):
+    with pytest.raises(InvalidConfig, match=loosely(message)):
+        pruning(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": 0}, "num_samples must be an integer >= 1, got 0."),
+        ({"num_samples": None}, "num_samples must be an integer >= 1, got None."),
+        ({"seq_len": 0}, "seq_len must be an integer >= 1, got 0."),
+        ({"seq_len": "128"}, "seq_len must be an integer >= 1, got '128'."),
+        ({"batch_size": 1.5}, "batch_size must be an integer >= 1, got 1.5."),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1."),
+        ({"split": ""}, "split must be a non-empty string, got ''."),
+        ({"split": None}, "split must be a non-empty string, got None."),
+        ({"text_column": 3}, "text_column must be a non-empty string, got 3."),
+        ({"sample": 8}, "Unknown CalibrationConfig field 'sample'; supported: 'source', .*"),
+    ],
+)
+def test_calibration_values(changes, message):
+    with pytest.raises(InvalidConfig, match=loosely(message)):
+        CalibrationConfig(**changes)
+
+
+def test_the_nearest_scorer_is_suggested(monkeypatch):
+    monkeypatch.setattr(registry, "available", lambda kind: ["ntk", "wanda"])
+    with pytest.raises(InvalidConfig, match=loosely("Unknown scorer 'wandaa'; .* Did you mean 'wanda'?")):
+        pruning(scorer="wandaa")
+
+
+def test_a_refusal_stays_readable():
+    with pytest.raises(InvalidConfig) as refused:
+        pruning(include=list(range(10_000)))
+    assert len(str(refused.value)) < 200
+
+
+# Versions and files
+
+
+@pytest.mark.parametrize("kind", [CalibrationConfig, PruningConfig])
+def test_a_field_of_a_newer_version_is_ignored_with_a_warning(kind):
+    config = kind(**{"sparsity": 0.2} if kind is PruningConfig else {})
+    data = config.to_dict() | {"version": 2, "hyperdrive": True}
+    with pytest.warns(UserWarning, match=f"{kind.__name__} was .* newer version .* ignored: 'hyperdrive'"):
+        assert kind.from_dict(data) == config
+
+
+def test_a_newer_version_without_new_fields_is_read_in_silence():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PruningConfig.from_dict(pruning().to_dict() | {"version": 2}) == pruning()
+
+
+def test_a_newer_calibration_inside():
+    data = pruning().to_dict()
+    data["calibration"] |= {"version": 2, "hyperdrive": True}
+    with pytest.warns(UserWarning, match="CalibrationConfig was written by a newer version"):
+        assert PruningConfig.from_dict(data) == pruning()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"sparsity": 0.2, "scorrer": "ntk"},
+            "Unknown PruningConfig field 'scorrer'; .* Did you mean 'scorer'?",
+        ),
+        ({"sparsity": 0.2, "version": 1, "hyperdrive": 1}, "Unknown PruningConfig field 'hyperdrive'"),
+        ({"sparsity": 0.2, 3: 4}, "Unknown PruningConfig field 3"),
+        ({"sparsity": 0.2, "version": "2"}, "version must be an integer >= 1, got '2'."),
+        ({"sparsity": 0.2, "version": 0}, "version must be an integer >= 1, got 0."),
+        ([1, 2], "PruningConfig must be a mapping of fields, got [1, 2]."),
+        (None, "PruningConfig must be a mapping of fields, got None."),
+    ],
+)
+def test_dicts_that_cannot_be_read(data, message):
+    with pytest.raises(InvalidConfig, match=loosely(message)):
+        PruningConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.yaml", None, "Recipe '.*r.yaml' cannot be read: No such file or directory."),
+        ("r.yaml", b"a: [1", "Recipe '.*r.yaml' is not valid yaml: "),
+        ("r.json", b"{", "Recipe '.*r.json' is not valid json: "),
+        ("r.json", b"\xff", "Recipe '.*r.json' is not valid json: "),
+        ("r.yaml", b"a\0b: 1", "Recipe '.*r.yaml' is not valid yaml: "),
+        ("r.yaml", b"", "Recipe '.*r.yaml' must hold a mapping of fields, got None."),
+        ("r.json", b"[1]", "Recipe '.*r.json' must hold a mapping of fields, got [1]."),
+        ("r.toml", b"a = 1", "A recipe must end in .yaml, .yml or .json, got 'r.toml'."),
+        ("r.yaml", b"pattern: 2:4", 'pattern must be a string (in YAML, quote it: "2:4"), got 124.'),
+        ("r.yaml", b"!!python/object/apply:os.getcwd []", "Recipe '.*r.yaml' is not valid yaml: "),
+    ],
+)
+def test_files_that_cannot_be_read(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidConfig, match=loosely(message)):
+        PruningConfig.from_file(tmp_path / name)
+
+
+def test_reading_a_recipe_checks_nothing_in_it(tmp_path):
+    (tmp_path / "r.json").write_text('{"sparsity": 7}')
+    assert read_recipe(tmp_path / "r.json") == {"sparsity": 7}
