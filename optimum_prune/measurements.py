@@ -117,9 +117,7 @@ def check_evaluation(dataset: object) -> None:
     if find_spec("evaluate") is None:
         raise InvalidConfig("Evaluation needs the package 'evaluate': pip install 'optimum-prune[eval]'.")
     if isinstance(dataset, str) and dataset == "self":
-        raise InvalidConfig(
-            "Evaluation needs text that the model did not write itself; pass other data than 'self'."
-        )
+        raise InvalidConfig("Evaluation needs text that the model did not write itself; pass other data than 'self'.")
 
 
 def comparison(dense: Evaluation | None, pruned: Evaluation) -> str:

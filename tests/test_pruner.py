@@ -300,7 +300,7 @@ def test_everything_is_saved(config, layout, pruner, tmp_path):
     words: Any = again.tokenizer
     assert words.get_vocab() == pruner.tokenizer.get_vocab()
     assert words("w3 w95").input_ids == [3, 95]
-    assert again.model.config.pruning_config == json.loads(json.dumps(report.record()))
+    assert again.model.config.pruning_config == json.loads(json.dumps(report.record() | {"layout": layout}))
 
     stored = PruningReport.from_dict(json.loads((tmp_path / "it" / "pruning_report.json").read_text()))
     assert stored == report

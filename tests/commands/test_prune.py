@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import optimum_prune
 from optimum_prune import measurements
-from optimum_prune.commands import prune as command
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.integrations.layouts import LAYOUTS
 from optimum_prune.pruner import Pruner

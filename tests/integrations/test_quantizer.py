@@ -254,39 +254,39 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 MISMATCHES = {
     "width": (
         in_layer_1(intermediate_size=38),
-        f"{DOWN} is [32, 38], but in the checkpoint it is [32, 39] (3 of 27",
+        f"{DOWN} is [32, 38], but in the checkpoint it is [32, 39] (3 of 29",
     ),
     "heads": (
         in_layer_1(num_attention_heads=4, num_key_value_heads=2),
-        "model.layers.1.self_attn.k_proj.weight is [8, 32], but in the checkpoint it is [12, 32] (4 of 27",
+        "model.layers.1.self_attn.k_proj.weight is [8, 32], but in the checkpoint it is [12, 32] (4 of 29",
     ),
     "no sizes": (
         lambda config: config.pop("per_layer_config"),
-        f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (14 of 27",
+        f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (14 of 29",
     ),
     "no sizes and no flag": (
         lambda config: [config.pop(key) for key in ("per_layer_config", "allow_global_per_layer_attribute_access")],
-        f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (14 of 27",
+        f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (14 of 29",
     ),
     "sizes of one layer lost": (
         lambda config: config["per_layer_config"].pop("1"),
-        f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (7 of 27",
+        f"{DOWN} is [32, 43], but in the checkpoint it is [32, 39] (7 of 29",
     ),
     "a layer less": (
         lambda config: (config.update(num_hidden_layers=2), config["per_layer_config"].pop("2")),
-        "model.layers.2.input_layernorm.weight is absent, but in the checkpoint it is [32] (9 of 18",
+        "model.layers.2.input_layernorm.weight is absent, but in the checkpoint it is [32] (9 of 20",
     ),
     "a layer more": (
         lambda config: config.update(num_hidden_layers=4),
-        "model.layers.3.input_layernorm.weight is [32], but in the checkpoint it is absent (9 of 36",
+        "model.layers.3.input_layernorm.weight is [32], but in the checkpoint it is absent (9 of 38",
     ),
     "head size": (
         lambda config: config.update(head_dim=8),
-        "model.layers.0.self_attn.k_proj.weight is [32, 32], but in the checkpoint it is [16, 32] (12 of 27",
+        "model.layers.0.self_attn.k_proj.weight is [32, 32], but in the checkpoint it is [16, 32] (12 of 29",
     ),
     "biases": (
         lambda config: config.update(mlp_bias=True),
-        "model.layers.0.mlp.down_proj.bias is [32], but in the checkpoint it is absent (9 of 36",
+        "model.layers.0.mlp.down_proj.bias is [32], but in the checkpoint it is absent (9 of 38",
     ),
     "wider than the widest": (
         in_layer_1(intermediate_size=60),
