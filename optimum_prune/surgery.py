@@ -38,9 +38,11 @@ def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:
         index = _positions(kept, units, linear.weight.shape[1])
         linear.weight = _cut(linear.weight, 1, index)
         linear.in_features = len(index)
-    for path in group.group.width_attributes:
+    repeats = dict.fromkeys(group.group.width_attributes, group.writers[0].out_features)
+    repeats |= dict.fromkeys(group.group.unit_attributes, group.num_units)
+    for path, value in repeats.items():
         parent, _, attribute = path.rpartition(".")
-        setattr(group.block.get_submodule(parent), attribute, group.writers[0].out_features)
+        setattr(group.block.get_submodule(parent), attribute, value)
 
 
 def _positions(kept: Tensor, units: int, width: int) -> Tensor:

@@ -5,7 +5,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SHAPES = {
     "llama-gqa": {},
@@ -37,7 +49,35 @@ def mistral(seed: int = 0, **changes) -> MistralForCausalLM:
     return _build(MistralForCausalLM, MistralConfig(**_BASE | {"sliding_window": 8} | changes), seed)
 
 
-VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()} | {"mistral": mistral}
+def qwen2(seed: int = 0, **changes) -> Qwen2ForCausalLM:
+    """Return a random Qwen2 of the same shape; it has biases on queries, keys and values, and none on the output."""
+    return _build(Qwen2ForCausalLM, Qwen2Config(**_BASE | changes), seed)
+
+
+def qwen3(seed: int = 0, **changes) -> Qwen3ForCausalLM:
+    """Return a random Qwen3 of the same shape, with heads that are wider than hidden_size / heads."""
+    return _build(Qwen3ForCausalLM, Qwen3Config(**_BASE | {"head_dim": 8} | changes), seed)
+
+
+def opt(seed: int = 0, **changes) -> OPTForCausalLM:
+    """Return a random OPT of 3 layers: hidden 32, MLP 48, 8 heads, vocabulary 96."""
+    shape = {
+        key: _BASE[key] for key in _BASE.keys() - {"intermediate_size", "num_key_value_heads", "initializer_range"}
+    }
+    config = OPTConfig(**shape | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3} | changes)
+    return _build(OPTForCausalLM, config, seed)
+
+
+VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()} | {
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen2-mixed-windows": partial(
+        qwen2, use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3": qwen3,
+    "opt": opt,
+    "opt-350m": partial(opt, word_embed_proj_dim=16, do_layer_norm_before=False),
+}
 """Name -> what builds it. Every adapter needs a model of its type here: the contract tests run over these."""
 
 

@@ -22,12 +22,17 @@ def unevenly(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
 
 
 def uniformly(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
-    """Cut every layer to 8 MLP channels less and half of its KV groups: counts that every config can say."""
-    return _cut(
-        model,
-        lambda group: group.num_units - 8 if group.unit == "mlp_channel" else -(-group.num_units // 2),
-        seed,
-    )
+    """Cut every layer to 8 MLP channels less and half of its KV groups: counts that the plain config can say.
+
+    OPT keeps its heads: whatever their number, its class divides hidden_size among them.
+    """
+
+    def kept(group):
+        if group.unit == "mlp_channel":
+            return group.num_units - 8
+        return group.num_units if model.config.model_type == "opt" else -(-group.num_units // 2)
+
+    return _cut(model, kept, seed)
 
 
 def _cut(model, kept, seed):

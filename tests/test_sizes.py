@@ -53,7 +53,7 @@ class TestDescribe:
         assert why_not_stock(model) is None
         assert describe_(model) == "stock"
         # A class that leaves head_dim out derives it wrongly once heads are gone, so it is always written.
-        assert model.config.to_dict() == before | {"head_dim": model.model.layers[0].self_attn.head_dim}
+        assert model.config.to_dict() == before | {"head_dim": bind(model)[0].unit_size}
 
     def test_uneven_sizes_come_back(self, model, tmp_path):
         unevenly(model)

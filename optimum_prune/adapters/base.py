@@ -24,6 +24,7 @@ class CoupledGroup:
         unit_size_key: config attribute that states `unit_size`; written wherever head counts are changed, because a
             class that derives it from other counts would otherwise derive it wrongly.
         width_attributes: module attributes that repeat the width of the first writer and must follow it.
+        unit_attributes: module attributes that repeat the number of units and must follow it.
         keep_global: leave the config's global counts at the parent's when layers differ (the class's constructor
             needs them to divide something), instead of writing the widest layer's.
     """
@@ -36,6 +37,7 @@ class CoupledGroup:
     unit_size: str | None = None
     unit_size_key: str | None = None
     width_attributes: tuple[str, ...] = ()
+    unit_attributes: tuple[str, ...] = ()
     keep_global: bool = False
 
 

@@ -80,7 +80,8 @@ def test_declared_counts_are_those_of_the_config(model):
     for group in bind(model):
         assert group.num_units == next(iter(group.counts().values()))
         if group.group.unit_size_key:
-            assert group.unit_size == getattr(model.config, group.group.unit_size_key)
+            derived = model.config.hidden_size // model.config.num_attention_heads
+            assert group.unit_size == (getattr(model.config, group.group.unit_size_key, None) or derived)
 
 
 def test_keeping_all_changes_nothing(model):
@@ -180,7 +181,10 @@ def test_counters_follow(model):
             assert (linear.out_features, linear.in_features) == linear.weight.shape
             assert linear.bias is None or len(linear.bias) == linear.out_features
         site = group.block.get_submodule(group.group.site)
-        if group.unit == "mlp_channel":
-            assert site.intermediate_size == site.down_proj.in_features
-        else:
+        # What the forward reads; a class that has more of these must declare them.
+        if hasattr(site, "intermediate_size"):
+            assert site.intermediate_size == group.readers[0].in_features
+        if hasattr(site, "num_key_value_groups"):
             assert site.num_key_value_groups == site.q_proj.out_features // site.k_proj.out_features
+        if hasattr(site, "num_heads"):
+            assert site.num_heads == site.q_proj.out_features // site.head_dim
