@@ -183,6 +183,10 @@ def check_prunable(model: nn.Module, bound: Sequence[BoundGroup]) -> None:
                     f"{name}.weight is not in memory (meta device: offloaded, or never loaded). Load the model with a "
                     "device_map that keeps every layer on a CPU or GPU."
                 )
+            if weight.is_inference():
+                raise UnsupportedModel(
+                    f"{name}.weight was made under torch.inference_mode() and cannot change. Load the model outside."
+                )
             if len(owners[id(weight)]) > 1:
                 raise UnsupportedModel(f"{name}.weight is shared between {owners[id(weight)]}; it cannot be cut alone.")
             for kind, parameter in linear.named_parameters(recurse=False):

@@ -6,10 +6,10 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from optimum_prune.errors import InvalidConfig
+from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.measurements import Latency, Spread
 
 
@@ -22,8 +22,8 @@ def measure_latency(
 ) -> dict[str, Latency]:
     """Measure prefill and decoding of several models, interleaved: A B A B, so that a busy minute hits all.
 
-    The first round is a warm-up. The prompt is random and the same for all; generation is greedy, and no
-    end-of-sequence token ends it.
+    The first round is a warm-up. The prompt is random and the same for all; generation is greedy, and
+    nothing ends it early: the models' own `generation_config` is set aside.
 
     Args:
         models: name -> model; left as they were.
@@ -36,7 +36,8 @@ def measure_latency(
         Name -> `Latency`.
 
     Raises:
-        InvalidConfig: a number is too small to measure anything.
+        InvalidConfig: a number, or the models' context, is too small to measure anything.
+        UnsupportedModel: a model's `generate` does not make as many tokens as it is told to.
     """
     asked = {
         "prefill_tokens": prefill_tokens,
@@ -86,7 +87,12 @@ def _fit(models: Mapping[str, PreTrainedModel], prefill_tokens: int, decode_toke
         if hasattr(config := model.config.get_text_config(), "max_position_embeddings")
     ]
     context = min(contexts, default=prefill_tokens + decode_tokens)
-    decode_tokens = min(decode_tokens, context // 2)
+    if context < 3:
+        raise InvalidConfig(
+            f"A context of {context} (max_position_embeddings) is too short to time: that takes at least 3 tokens, "
+            "1 of the prompt and 2 new ones."
+        )
+    decode_tokens = min(decode_tokens, max(2, context // 2))
     return min(prefill_tokens, context - decode_tokens), decode_tokens
 
 
@@ -99,18 +105,46 @@ def _prompt(models: Mapping[str, PreTrainedModel], batch_size: int, length: int)
 def _milliseconds(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> float:
     prompt = prompt.to(model.device)
     mask = torch.ones_like(prompt)
-    _synchronize(model.device)
-    start = perf_counter()
-    model.generate(  # pyright: ignore[reportCallIssue]
-        input_ids=prompt,
-        attention_mask=mask,
+    with _greedy(model, new_tokens) as config:
+        _synchronize(model.device)
+        start = perf_counter()
+        output = model.generate(  # pyright: ignore[reportCallIssue]
+            input_ids=prompt, attention_mask=mask, generation_config=config
+        )
+        _synchronize(model.device)
+        milliseconds = 1000 * (perf_counter() - start)
+    given = 1 if model.config.is_encoder_decoder else prompt.shape[1]  # a decoder of its own begins with one token
+    if (shape := tuple(output.shape)) != (expected := (len(prompt), given + new_tokens)):
+        # The time of other work would pass for this.
+        raise UnsupportedModel(
+            f"Latency cannot be measured: generate() of {type(model).__name__} returned tokens of shape {shape} "
+            f"where {expected} was asked for."
+        )
+    return milliseconds
+
+
+@contextmanager
+def _greedy(model: PreTrainedModel, new_tokens: int) -> Iterator[GenerationConfig]:
+    """Set the model's own `generation_config` aside for a plain greedy one that no token or clock ends early."""
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
-        do_sample=False,
-        use_cache=True,
+        # Any tokens do: no prompt is padded, and what a decoder begins with costs the same. Without an
+        # end-of-sequence token nothing ends.
+        pad_token_id=0,
+        bos_token_id=0,
+        decoder_start_token_id=0,
     )
-    _synchronize(model.device)
-    return 1000 * (perf_counter() - start)
+    own = model.generation_config
+    # It is not enough to pass one to `generate`: transformers fills what that leaves unset from the model's own.
+    model.generation_config = config
+    try:
+        yield config
+    finally:
+        model.generation_config = own
 
 
 def _synchronize(device: torch.device) -> None:

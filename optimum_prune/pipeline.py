@@ -46,6 +46,9 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         PruningError: one of its kinds; says what to do.
     """
     start = time.perf_counter()
+    if not isinstance(config, PruningConfig):
+        raise InvalidConfig(f"config must be a PruningConfig, got a {type(config).__name__}.")
+    earlier: dict[str, Any] = getattr(model.config, "pruning_config", None) or {}
     sparsity = float(config.sparsity or 0.0)
     bound = bind(model)
     targets = select(bound, config.units, config.include, config.exclude)
@@ -79,8 +82,9 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        base_model=model.config.name_or_path or None,
-        base_revision=getattr(model.config, "_commit_hash", None),
+        base_model=earlier.get("base_model") or model.config.name_or_path or None,
+        base_revision=earlier.get("base_revision") if earlier else getattr(model.config, "_commit_hash", None),
+        previous=_history(earlier),
     )
     report.warnings += [
         f"{unit}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}: only whole units go, and what is kept "
@@ -90,6 +94,13 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     ]
     model.config.pruning_config = report.record()
     return report
+
+
+def _history(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of all earlier prunings, the oldest first, from the latest one."""
+    if not record:
+        return []
+    return [*record.get("previous", []), {key: value for key, value in record.items() if key != "previous"}]
 
 
 def _allocation(config: PruningConfig, scorer: Scorer, targets: Sequence[BoundGroup]) -> tuple[str, float | None]:
@@ -106,7 +117,9 @@ def _allocation(config: PruningConfig, scorer: Scorer, targets: Sequence[BoundGr
         return allocation, None
     weights = {unit: sum(group.weights for group in targets if group.unit == unit) for unit in FLOOR}
     if not all(weights.values()):
-        return allocation, None  # one kind alone has nothing to be coupled with
+        if config.gamma != "auto":
+            raise InvalidConfig(f"gamma={config.gamma} couples MLP and attention, but only one of them is targeted.")
+        return allocation, None
     if config.gamma != "auto":
         return allocation, float(config.gamma)
     heads = [group.counts().values() for group in targets if group.unit == "kv_group"]

@@ -1,29 +1,25 @@
 """`Pruner`: load, prune, evaluate, save."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from optimum_prune import registry
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.config import CalibrationConfig, PruningConfig
-from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError
+from optimum_prune.errors import InvalidConfig
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.integrations.card import inherited_metadata, model_card
 from optimum_prune.integrations.layouts import save_checkpoint
+from optimum_prune.integrations.loading import SHARED_KWARGS, load_model, read_report, same_record, write_report
 from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Evaluation, check_evaluation, comparison
 from optimum_prune.pipeline import prune
 from optimum_prune.report import PruningReport
 
 logger = logging.getLogger(__name__)
-
-_SHARED_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "gguf_file", "subfolder", "force_download"}
-"""Keywords of `from_pretrained` that say where the files are, and so hold for config and tokenizer too."""
 
 
 class Pruner:
@@ -45,6 +41,8 @@ class Pruner:
         self.evaluations: dict[str, Evaluation] = {}
         self._reference: DenseReference | None = None
         self._reload_dense: Callable[[], PreTrainedModel] | None = None
+        self._source: Path | None = None  # the local directory that the model was loaded from
+        self._seen = _state(model)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "Pruner":
@@ -58,18 +56,23 @@ class Pruner:
             UnsupportedArchitecture: no adapter knows the model; found from the config, before weights are loaded.
             CheckpointError: it does not exist, or does not load.
         """
-        shared = {key: kwargs[key] for key in _SHARED_KWARGS & kwargs.keys()}
-        with _loading(name_or_path):
-            registry.load("adapters", AutoConfig.from_pretrained(name_or_path, **shared).model_type)
-            model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+        source = Path(name_or_path).resolve() if Path(name_or_path).exists() else None
+        # Absolute: after a change of directory, a relative path would look like a Hub id.
+        name_or_path = str(source or name_or_path)
+        model = load_model(name_or_path, **kwargs)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared)
-        except Exception as error:  # as in `_loading`
+            tokenizer = AutoTokenizer.from_pretrained(
+                name_or_path, **{key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
+            )
+        except Exception as error:  # as in `loading`
             logger.warning("%s has no tokenizer that loads (%s); calibration needs token ids.", name_or_path, error)
             tokenizer = None
         pruner = cls(model, tokenizer)
+        pruner._source = source
         if not pruner.is_pruned:
-            pruner._reload_dense = lambda: AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+            pruner._reload_dense = lambda: load_model(name_or_path, **kwargs)
+        elif source is not None:
+            pruner.report, pruner.evaluations = read_report(source, model.config.pruning_config)
         return pruner
 
     @property
@@ -79,8 +82,10 @@ class Pruner:
 
     def prune(self, config: PruningConfig) -> PruningReport:
         """Prune `model` in place; see `prune`."""
+        self._notice_changes()
         self.report = prune(self.model, config, self.tokenizer, self.processor)
         self.evaluations.pop("pruned", None)  # of an earlier cut
+        self._seen = _state(self.model)
         return self.report
 
     def evaluate(self, dataset: Any, *, latency: bool = True, **options: Any) -> Evaluation:
@@ -99,13 +104,15 @@ class Pruner:
             The evaluation of `model`, also kept in `evaluations` under `"dense"` or `"pruned"`.
         """
         check_evaluation(dataset)
+        if not self.model.can_generate():
+            raise InvalidConfig(f"Only language models can be evaluated, and {type(self.model).__name__} is none.")
+        self._notice_changes()
         config = CalibrationConfig(dataset, **options)
         data = load_samples(config, self.model, self.tokenizer, order="first")
         name = "pruned" if self.is_pruned else "dense"
         models = {name: self.model}
         if self.is_pruned and (self._reference is None or self._reference.data != data.fingerprint):
             self._reference = None
-            self.evaluations.pop("dense", None)
             if self._reload_dense is not None:
                 models = {"dense": self._reload_dense(), name: self.model}
             else:
@@ -114,12 +121,16 @@ class Pruner:
                     "evaluate() on the same data before prune(), or start from Pruner.from_pretrained()."
                 )
         timed = measure_latency(models) if latency else {}
+        measured = {}
         for name, model in models.items():
             if name == "dense":
                 self._reference = dense_reference(model, data, batch_size=config.batch_size)
             reference = self._reference if name == "pruned" else None
             evaluation = evaluate_model(model, data, batch_size=config.batch_size, reference=reference)
-            self.evaluations[name] = evaluation.timed(timed[name]) if latency else evaluation
+            measured[name] = evaluation.timed(timed[name]) if latency else evaluation
+        if "dense" not in measured and self._reference is None:
+            self.evaluations.pop("dense", None)  # of other data
+        self.evaluations |= measured
         return self.evaluations[name]
 
     def comparison(self) -> str:
@@ -159,31 +170,43 @@ class Pruner:
             for companion in filter(None, (self.tokenizer, self.processor)):
                 companion.save_pretrained(folder)
             if self.report is not None:
-                self.report.save(folder / "pruning_report.json")
+                write_report(folder, self.report, self.evaluations)
                 card = model_card(
                     self.report,
                     evaluations=self.evaluations,
                     layout=layout,
+                    architecture=type(self.model).__name__,
                     file_bytes=weight_bytes,
                     card_data=inherited_metadata(self.report.base_model) | (card_data or {}),
                 )
                 card.save(folder / "README.md")
 
-        return save_checkpoint(self.model, directory, layout=layout, verify=verify, companions=companions, **kwargs)
+        self._notice_changes()
+        record = getattr(self.model.config, "pruning_config", None)
+        if self.report is not None and not same_record(self.report, record or {}):
+            raise InvalidConfig(
+                "The model was pruned again without this Pruner, whose report and card would be false. Use "
+                "Pruner.prune(), or save with model.save_pretrained()."
+            )
+        layout = save_checkpoint(self.model, directory, layout=layout, verify=verify, companions=companions, **kwargs)
+        if self._source == Path(directory).resolve():
+            self._reload_dense = None  # the dense model is no longer there
+        return layout
+
+    def _notice_changes(self) -> None:
+        """Forget measurements of weights that were changed since, by training or by hand."""
+        if _state(self.model) == self._seen:
+            return
+        self._seen = _state(self.model)
+        if self.is_pruned:
+            forgotten = self.evaluations.pop("pruned", None)
+        else:
+            forgotten = self.evaluations.pop("dense", None) or self._reload_dense
+            self._reference = self._reload_dense = None
+        if forgotten is not None:
+            logger.warning("The weights were changed by others: what was measured before does not count any more.")
 
 
-@contextmanager
-def _loading(name_or_path: str | Path) -> Iterator[None]:
-    """Turn what transformers raises for a model that is not there, or is damaged, into one clear error."""
-    if Path(name_or_path).is_absolute() and not Path(name_or_path).exists():
-        # transformers would call it a malformed Hub id
-        raise CheckpointError(f"{name_or_path} does not exist.")
-    try:
-        yield
-    except PruningError:
-        raise
-    except Exception as error:  # a damaged file or a wrong keyword ends in any exception of several libraries
-        reason = " ".join(str(error).split())
-        if not isinstance(error, OSError | ValueError | RuntimeError):  # the text may be no more than a key
-            reason = f"{type(error).__name__}: {reason}"
-        raise CheckpointError(f"{name_or_path} cannot be loaded: {reason}") from error
+def _state(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Return what tells whether weights were replaced or changed in place: identity and version of each parameter."""
+    return [(id(weight), 0 if weight.is_inference() else weight._version) for weight in model.parameters()]

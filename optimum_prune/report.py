@@ -65,6 +65,7 @@ class PruningReport:
         versions: library -> version.
         base_model: what the dense model was loaded from: a Hub id or a path.
         base_revision: commit of the dense model, where it came from the Hub.
+        previous: records of earlier prunings of the same model, the oldest first.
         warnings: whatever the user should know, a sentence each.
     """
 
@@ -82,6 +83,7 @@ class PruningReport:
     versions: dict[str, str]
     base_model: str | None = None
     base_revision: str | None = None
+    previous: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -164,13 +166,14 @@ class PruningReport:
             },
             "calibration": data and {"fingerprint": data["fingerprint"], "tokens": data["tokens"]},
             "fingerprint": self.fingerprint,
+            "previous": self.previous or None,
         }
         return {key: value for key, value in record.items() if value is not None}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` as a JSON file."""
+    def save(self, path: str | os.PathLike[str], **more: Any) -> None:
+        """Write `to_dict`, and what more there is to say, as a JSON file."""
         # On one line: with a line for every kept index, a large model's report has hundreds of thousands.
-        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.to_dict() | more) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         """Return a table: what was asked and achieved, and what each layer kept."""

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.utils import logging
 
 from optimum_prune import latency
-from optimum_prune.errors import InvalidConfig
+from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.latency import evaluating, measure_latency
 from optimum_prune.measurements import Spread
 from tests.models import llama
@@ -44,16 +44,19 @@ class FakeModel(nn.Module):
         self.name, self.clock, self.log, self.prefill, self.decode = name, clock, log, prefill, decode
         self.pace = pace
         self.config = LlamaConfig(vocab_size=50, **config)
+        self.generation_config = GenerationConfig(max_time=1)
         self.inner = nn.Dropout()
 
-    def generate(self, input_ids, attention_mask, min_new_tokens, max_new_tokens, do_sample, use_cache):
-        assert min_new_tokens == max_new_tokens
+    def generate(self, input_ids, attention_mask, generation_config):
+        new = generation_config.max_new_tokens
+        assert generation_config is self.generation_config and generation_config.min_new_tokens == new
         assert attention_mask.shape == input_ids.shape and attention_mask.all()
-        assert not do_sample and use_cache and not self.training and not torch.is_grad_enabled()
+        assert not self.training and not torch.is_grad_enabled()
         made = sum(entry[0] == self.name for entry in self.log)
-        self.log.append((self.name, max_new_tokens, input_ids))
+        self.log.append((self.name, new, input_ids))
         pace = self.pace[min(made // 2, len(self.pace) - 1)]
-        self.clock.now += pace * (self.prefill + self.decode * (max_new_tokens - 1))
+        self.clock.now += pace * (self.prefill + self.decode * (new - 1))
+        return torch.cat([input_ids, input_ids.new_zeros(len(input_ids), new)], dim=1)
 
 
 def spread(*values) -> Any:
@@ -97,6 +100,18 @@ def test_lengths_are_cut_to_the_smallest_context_and_the_result_says_so(clock):
     assert {(m.prefill_tokens, m.decode_tokens) for m in measured.values()} == {(20, 20)}
 
 
+def test_the_shortest_context_that_can_be_timed():
+    measured = measure_latency({"": llama(max_position_embeddings=3)}, repeats=1)[""]
+    assert (measured.prefill_tokens, measured.decode_tokens) == (1, 2)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_context_too_short_to_time(context):
+    models = {"long": llama(), "short": llama(max_position_embeddings=context)}
+    with pytest.raises(InvalidConfig, match=f"A context of {context} .* is too short to time: .* at least 3 tokens"):
+        measure_latency(models)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -116,12 +131,14 @@ def test_everything_is_as_it_was(clock, fails):
     model: Any = FakeModel("a", clock, [], 1, 1)
     model.train()
     model.inner.eval()
+    own, generate_well = model.generation_config, model.generate
     seen = []
 
     def generate(**kwargs):
         seen.append(logging.get_verbosity())
         if fails:
             raise RuntimeError("on purpose")
+        return generate_well(**kwargs)
 
     model.generate = generate
     logging.set_verbosity_info()
@@ -136,6 +153,7 @@ def test_everything_is_as_it_was(clock, fails):
         logging.set_verbosity_warning()
     assert set(seen) == {standard_logging.ERROR}
     assert (model.training, model.inner.training) == (True, False)
+    assert model.generation_config is own and own == GenerationConfig(max_time=1)
     assert torch.is_grad_enabled()
 
 
@@ -157,6 +175,49 @@ def test_no_end_of_sequence_token_ends_a_measurement(monkeypatch):
     measured = measure_latency({"": model}, prefill_tokens=4, decode_tokens=6, repeats=2)[""]
     assert made == [1, 6] * 3
     assert measured.prefill_ms.lowest > 0
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"max_time": 1e-6},
+        {"num_beams": 6, "num_return_sequences": 3},
+        {"stop_strings": ["."]},
+        {"do_sample": True, "temperature": 0.5, "num_return_sequences": 3},
+        {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+        {"max_length": 3, "min_length": 2, "begin_suppress_tokens": [1], "repetition_penalty": 2.0},
+        {"use_cache": False, "prompt_lookup_num_tokens": 2},
+        {"eos_token_id": list(range(96)), "forced_eos_token_id": 1},
+    ],
+    ids=lambda theirs: next(iter(theirs)),
+)
+def test_the_models_own_generation_config_does_not_matter(monkeypatch, theirs):
+    model: Any = llama()
+    model.generation_config = own = GenerationConfig(**theirs)
+    before = own.to_dict()
+    inputs: list = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: inputs.append(args[0].shape))
+    measured = measure_latency({"": model}, prefill_tokens=4, decode_tokens=3, repeats=1, batch_size=2)[""]
+    assert inputs == ([(2, 4)] + [(2, 4)] + 2 * [(2, 1)]) * 2  # one sequence each, every step from the cache
+    assert measured.prefill_ms.lowest > 0
+    assert model.generation_config is own and own.to_dict() == before
+
+
+def test_an_encoder_and_a_decoder():
+    config = T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model: Any = T5ForConditionalGeneration(config)
+    model.generation_config = GenerationConfig()  # says nothing about how the decoder begins
+    measured = measure_latency({"": model}, prefill_tokens=4, decode_tokens=3, repeats=1, batch_size=2)[""]
+    assert (measured.prefill_tokens, measured.decode_tokens) == (4, 3)
+
+
+def test_what_makes_another_number_of_tokens_is_not_timed(clock):
+    model: Any = FakeModel("a", clock, [], 1, 1)
+    own = model.generation_config
+    model.generate = lambda input_ids, **kwargs: input_ids
+    with pytest.raises(UnsupportedModel, match=r"FakeModel returned tokens of shape \(2, 4\) where \(2, 5\) was"):
+        measure_latency({"a": model}, prefill_tokens=4, decode_tokens=2, batch_size=2)
+    assert model.generation_config is own
 
 
 def test_a_gpu_is_waited_for_on_both_sides_of_the_clock(clock, monkeypatch):

@@ -186,14 +186,34 @@ class TestTargets:
         assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items() if name not in changed)
 
     @pytest.mark.parametrize("unit", ["kv_group", "mlp_channel"])
-    @pytest.mark.parametrize(
-        "options", [{}, {"allocation": "gamma"}, {"gamma": 2.0}, {"allocation": "uniform"}], ids=str
-    )
+    @pytest.mark.parametrize("options", [{}, {"allocation": "gamma"}, {"allocation": "uniform"}], ids=str)
     def test_one_kind_of_unit(self, unit, options):
         model = llama()
         report = prune(model, config(0.5, units=[unit], **options))
         assert {group.unit for group in report.groups} == {unit} and report.gamma is None
         assert report.achieved == pytest.approx(0.5, abs=0.06)
+
+    @pytest.mark.parametrize("unit", ["kv_group", "mlp_channel"])
+    def test_gamma_with_one_kind_of_unit_is_refused(self, unit):
+        with pytest.raises(InvalidConfig, match=r"gamma=2.0 couples MLP and attention, but only one of them is"):
+            prune(llama(), config(0.5, units=[unit], gamma=2.0))
+
+    def test_a_second_pruning_remembers_the_first(self):
+        model = llama()
+        model.config.name_or_path = "org/base"
+        first = prune(model, config(0.3)).record()
+        second = prune(model, config(0.3))
+        third = prune(model, config(0.3))
+        assert second.previous == [first]
+        assert third.previous == [first, {k: v for k, v in second.record().items() if k != "previous"}]
+        assert third.base_model == "org/base"
+        assert model.config.pruning_config == third.record()
+        assert first["achieved"]["parameters_after"] == second.parameters_before
+
+    @pytest.mark.parametrize("wrong", [None, {"sparsity": 0.5}])
+    def test_what_is_no_config_is_refused(self, wrong):
+        with pytest.raises(InvalidConfig, match="config must be a PruningConfig, got a "):
+            prune(llama(), wrong)
 
     def test_tied_embeddings_are_not_touched(self):
         """CASES.md 12."""
@@ -227,7 +247,7 @@ class TestTargets:
     def test_a_pruned_model_can_be_pruned_again(self):
         model = llama()
         first = prune(model, config(0.2))
-        second = prune(model, config(0.2))
+        second = prune(model, config(0.3))
         for once, twice in zip(first.groups, second.groups, strict=True):
             assert twice.before == once.after and twice.weights_before == once.weights_after
         assert second.parameters_before == first.parameters_after > second.parameters_after

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from optimum_prune import pruner as pruner_module
 from optimum_prune.config import CalibrationConfig, PruningConfig
@@ -22,6 +22,7 @@ from optimum_prune.errors import (
     PruningError,
     UnsupportedArchitecture,
 )
+from optimum_prune.pipeline import prune
 from optimum_prune.pruner import Pruner
 from optimum_prune.report import PruningReport
 from optimum_prune.sizes import measure
@@ -395,3 +396,145 @@ def test_reload_and_go_on(pruner, tmp_path, caplog):
     again.save_pretrained(tmp_path / "once")
     final = Pruner.from_pretrained(tmp_path / "once")
     assert torch.equal(logits(final.model), logits(again.model))
+
+
+# Nothing is said that was not measured on these very weights
+
+
+def cut(seed=0):
+    return PruningConfig(scorer="random", sparsity=0.3, allocation="uniform", round_to=1, seed=seed)
+
+
+@pytest.fixture
+def own(dense, tmp_path):
+    """Return a dense checkpoint that a test may overwrite."""
+    return shutil.copytree(dense, tmp_path / "own")
+
+
+def test_saving_over_the_dense_model_leaves_nothing_to_compare_with(own, caplog):
+    pruner = Pruner.from_pretrained(own)
+    pruner.prune(cut())
+    pruner.save_pretrained(own)
+    assert pruner.evaluate(SAMPLES, latency=False).kl is None
+    assert "cannot be loaded again" in caplog.text
+    assert "dense" not in pruner.evaluations
+
+
+def test_pruning_around_the_pruner_is_noticed(pruner, tmp_path):
+    pruner.prune(cut())
+    prune(pruner.model, cut(1))
+    with pytest.raises(InvalidConfig, match="pruned again without this Pruner"):
+        pruner.save_pretrained(tmp_path / "it")
+    assert not any(tmp_path.iterdir())
+
+
+def test_second_cut_is_told_as_such(pruner, tmp_path):
+    dense_parameters = pruner.model.num_parameters()
+    first = pruner.prune(cut())
+    second = pruner.prune(cut(1))
+    pruner.save_pretrained(tmp_path / "it")
+    again = Pruner.from_pretrained(tmp_path / "it")
+    assert again.report == second
+    third = again.prune(cut(2))
+    assert [record["recipe"]["seed"] for record in third.previous] == [0, 1]
+    assert third.previous[0]["achieved"]["parameters_before"] == first.parameters_before == dense_parameters
+
+
+def test_report_and_measurements_survive_saving_again(pruner, tmp_path):
+    pruner.prune(cut())
+    pruner.evaluate(SAMPLES, latency=False)
+    pruner.save_pretrained(tmp_path / "it")
+    again = Pruner.from_pretrained(tmp_path / "it")
+    assert again.report == pruner.report
+    assert again.evaluations == pruner.evaluations
+    again.save_pretrained(tmp_path / "it")
+    again.save_pretrained(tmp_path / "copy")
+    for folder in ("it", "copy"):
+        assert f"{pruner.evaluations['pruned'].kl:.4f}" in (tmp_path / folder / "README.md").read_text()
+
+
+def test_report_of_another_pruning_is_not_taken(pruner, tmp_path):
+    pruner.prune(cut())
+    pruner.save_pretrained(tmp_path / "it")
+    path = tmp_path / "it" / "pruning_report.json"
+    path.write_text(path.read_text().replace('"asked": 0.3', '"asked": 0.4').replace('"seed": 0', '"seed": 7'))
+    assert Pruner.from_pretrained(tmp_path / "it").report is None
+
+
+def test_old_card_goes_with_the_old_checkpoint_and_a_readme_of_ones_own_stays(dense, pruner, tmp_path):
+    pruner.prune(cut())
+    pruner.save_pretrained(tmp_path / "it")
+    Pruner.from_pretrained(dense).save_pretrained(tmp_path / "it")
+    assert not (tmp_path / "it" / "README.md").exists()
+    (tmp_path / "it" / "README.md").write_text("mine")
+    Pruner.from_pretrained(dense).save_pretrained(tmp_path / "it")
+    assert (tmp_path / "it" / "README.md").read_text() == "mine"
+
+
+def test_changed_weights_are_measured_anew(pruner, caplog):
+    pruner.evaluate(SAMPLES, latency=False)
+    with torch.no_grad():
+        pruner.model.model.layers[0].mlp.down_proj.weight.mul_(3)
+    pruner.prune(cut())
+    assert "changed by others" in caplog.text
+    assert pruner.evaluate(SAMPLES, latency=False).kl is None
+    assert "dense" not in pruner.evaluations
+    with torch.no_grad():
+        pruner.model.lm_head.weight.mul_(3)
+    pruner.prune(cut(1))
+    assert pruner.evaluations == {}
+
+
+def test_change_after_the_measurement_keeps_it_off_the_card(pruner, tmp_path):
+    pruner.prune(cut())
+    pruner.evaluate(SAMPLES, latency=False)
+    with torch.no_grad():
+        pruner.model.lm_head.weight.mul_(3)
+    pruner.save_pretrained(tmp_path / "it")
+    assert "Nothing was measured on this model" in (tmp_path / "it" / "README.md").read_text()
+
+
+def test_relative_path_is_no_hub_id(dense, tmp_path, monkeypatch):
+    monkeypatch.chdir(dense.parent.parent)
+    pruner = Pruner.from_pretrained(os.path.join(dense.parent.name, dense.name))
+    monkeypatch.chdir(tmp_path)
+    report = pruner.prune(cut())
+    assert report.hub_base_model is None
+    assert pruner.evaluate(SAMPLES, latency=False).kl is not None
+
+
+def test_interrupted_evaluation_mixes_nothing(pruner, monkeypatch):
+    pruner.prune(cut())
+    pruner.evaluate(SAMPLES, latency=False)
+    before = dict(pruner.evaluations)
+    real, calls = pruner_module.evaluate_model, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pruner_module, "evaluate_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pruner.evaluate(OTHERS, latency=False)
+    assert pruner.evaluations == before
+
+
+def test_classifier_is_not_given_a_random_head(tmp_path):
+    LlamaForSequenceClassification(llama().config).save_pretrained(tmp_path / "it")
+    with pytest.raises(CheckpointError, match=r"lacks lm_head.weight .*which LlamaForCausalLM needs"):
+        Pruner.from_pretrained(tmp_path / "it")
+
+
+def test_only_language_models_are_evaluated():
+    with pytest.raises(InvalidConfig, match="Only language models can be evaluated, and LlamaModel is none"):
+        Pruner(llama().model).evaluate(SAMPLES)
+
+
+def test_dense_model_that_is_gone(own):
+    pruner = Pruner.from_pretrained(own)
+    pruner.prune(cut())
+    shutil.rmtree(own)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        pruner.evaluate(SAMPLES)

@@ -4,6 +4,7 @@ import hashlib
 import heapq
 import logging
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -125,7 +126,10 @@ def load_samples(
             )
         # A view would hold the whole chunk that it was cut from.
         samples = [sample.clone() for sample in chosen]
-    data = CalibrationData(samples, seq_len, config.to_dict()["source"], seen["texts"] or None)
+    source = config.to_dict()["source"]
+    if os.path.exists(source):  # absolute: after a change of directory a relative path would look like a Hub id
+        source = os.path.abspath(source)
+    data = CalibrationData(samples, seq_len, source, seen["texts"] or None)
     _report(data, config.num_samples, seen)
     return data
 

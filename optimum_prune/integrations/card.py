@@ -3,7 +3,8 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,23 @@ def model_card(
     *,
     evaluations: Mapping[str, Evaluation],
     layout: str,
+    architecture: str | None = None,
     file_bytes: int | None = None,
     card_data: Mapping[str, Any] | None = None,
 ) -> ModelCard:
-    """Write the card of a pruned model.
+    """Write the card of a pruned model. Where it was pruned before, the card tells of all cuts from the dense model on.
 
     Args:
         report: of the run.
         evaluations: what was measured, by `"dense"` and `"pruned"`; sections without numbers are left out.
         layout: as which the checkpoint is written: `"stock"` or `"compact"`.
+        architecture: class of the saved model, as which the card loads it; None for a causal language model.
         file_bytes: size of the weight files.
         card_data: metadata that is known otherwise, e.g. from `inherited_metadata`; lists are added to ours.
     """
     given = dict(card_data or {})
-    base_model = given.get("base_model") or report.hub_base_model
+    cuts = [*report.previous, report.record()]
+    base_model = given.get("base_model") or cuts[0].get("base_model")
     scorer = report.config["scorer"]
     name = f"{(base_model or report.model_type).split('/')[-1]}-{scorer}{100 * report.asked:.0f}"
     dense, pruned = evaluations.get("dense"), evaluations.get("pruned")
@@ -51,7 +55,7 @@ def model_card(
     metadata = {
         "base_model": base_model,
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": _pipeline_tag(architecture),
         **given,
         "tags": _merge(given.get("tags"), ["pruned", "optimum_prune", scorer, report.config["pattern"]]),
         "datasets": _merge(given.get("datasets"), [calibration] if calibration else []) or None,
@@ -63,14 +67,19 @@ def model_card(
         template_path=str(Path(__file__).with_name("card.md")),
         name=name,
         base_model=base_model,
+        base_revision=cuts[0].get("base_revision"),
+        parameters_before=cuts[0]["achieved"]["parameters_before"],
         report=report,
+        cut=len(cuts),
         units=_unit_rows(report),
         layers=_layer_rows(report),
         calibration_data=report.calibration and describe_data(public(report.calibration)),
         in_memory=bool(report.calibration) and report.calibration["source"].startswith(IN_MEMORY),
-        recipe=yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True).strip(),
+        recipes=(recipes := _recipes(cuts)),
+        commands=_commands(base_model or "path/to/the/dense/model", list(recipes)),
         reference=_reference(scorer),
         layout=layout,
+        model_class="AutoModelForCausalLM" if _is_causal(architecture) else architecture,
         file_size=None if file_bytes is None else megabytes(file_bytes),
         pruned=pruned,
         measured=pruned and _measured_rows(dense, pruned),
@@ -115,6 +124,32 @@ def _read_card(name: str) -> str:
     response = get_session().get(hf_hub_url(name, "README.md"), headers=build_hf_headers(), timeout=TIMEOUT)
     hf_raise_for_status(response)
     return response.text
+
+
+def _is_causal(architecture: str | None) -> bool:
+    return architecture is None or architecture.endswith("ForCausalLM")
+
+
+def _pipeline_tag(architecture: str | None) -> str | None:
+    if _is_causal(architecture):
+        return "text-generation"
+    return "text-classification" if str(architecture).endswith("ForSequenceClassification") else None
+
+
+def _recipes(cuts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return file name -> recipe of every cut, in order."""
+    names = ["recipe.yaml"] if len(cuts) == 1 else [f"recipe-{number}.yaml" for number in range(1, len(cuts) + 1)]
+    texts = (yaml.safe_dump(cut["recipe"], sort_keys=False, allow_unicode=True).strip() for cut in cuts)
+    return dict(zip(names, texts, strict=True))
+
+
+def _commands(dense: str, recipes: Sequence[str]) -> list[str]:
+    """Return a command for every recipe; each prunes what the one before wrote."""
+    models = [dense, *(f"pruned-{number}" for number in range(1, len(recipes))), "pruned"]
+    return [
+        f"optimum-cli prune run --model {model} --output {output} --recipe {recipe}"
+        for (model, output), recipe in zip(pairwise(models), recipes, strict=True)
+    ]
 
 
 def _eval_results(pruned: Evaluation | None) -> list[EvalResult]:

@@ -2,11 +2,14 @@
 
 import ctypes
 import os
+import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from optimum_prune.errors import CheckpointError
 
@@ -15,7 +18,7 @@ _ASIDE = "-old"
 
 
 @contextmanager
-def replacing(target: Path, stale: Callable[[str], bool]) -> Iterator[Path]:
+def replacing(target: Path, stale: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield an empty directory that takes the place of `target` when the block ends without an error.
 
     A process killed at any moment leaves either the old directory or the new one under `target`. Whatever else the old
@@ -23,7 +26,7 @@ def replacing(target: Path, stale: Callable[[str], bool]) -> Iterator[Path]:
 
     Args:
         target: a directory, or a path where none exists yet.
-        stale: says of a file name at the top of the old directory that it belongs to the old checkpoint and must go.
+        stale: says of a path at the top of the old directory that it belongs to the old checkpoint and must go.
 
     Raises:
         CheckpointError: the target cannot be replaced: a file, a mount point, the directory that this process works
@@ -41,7 +44,7 @@ def replacing(target: Path, stale: Callable[[str], bool]) -> Iterator[Path]:
             raise CheckpointError(f"{target} is a mount point, which cannot be swapped. Pass a directory in it.")
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        new = target.with_name(_temporary_name(target, os.getpid()))
+        new = target.with_name(f"{_prefix(target)}{os.getpid()}-{uuid4().hex[:8]}")
         new.mkdir()
     except OSError as error:
         raise CheckpointError(
@@ -61,17 +64,18 @@ def replacing(target: Path, stale: Callable[[str], bool]) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)  # the half-written new one, or the old one after the swap
 
 
-def _temporary_name(target: Path, process: int) -> str:
-    return f".{target.name}.saving-{process}"
+def _prefix(target: Path) -> str:
+    # With the host: on a shared disk, the number of another machine's process says nothing here.
+    return f".{target.name}.saving-{socket.gethostname()}-"
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what a killed process left half-written beside the target."""
-    start = _temporary_name(target, 0).removesuffix("0")
+    """Remove what a killed process of this machine left half-written beside the target."""
+    name = re.compile(rf"{re.escape(_prefix(target))}(\d+)-[0-9a-f]{{8}}({_ASIDE})?")
     for path in target.parent.iterdir():
-        process = path.name.removeprefix(start).removesuffix(_ASIDE)
-        if path.name.startswith(start) and process.isdecimal() and not _alive(int(process)):
-            if path.name.endswith(_ASIDE) and not target.exists():
+        match = name.fullmatch(path.name)
+        if match and not _alive(int(match[1])):
+            if match[2] and not target.exists():
                 path.rename(target)  # killed between the two renames of `_swap`
             else:
                 shutil.rmtree(path, ignore_errors=True)
@@ -84,12 +88,12 @@ def _alive(process: int) -> bool:
         return False
     except OSError:  # somebody else's process
         return True
-    return process != os.getpid()  # an earlier save of this very process did not clean up
+    return True
 
 
-def _carry_over(old: Path, new: Path, stale: Callable[[str], bool]) -> None:
+def _carry_over(old: Path, new: Path, stale: Callable[[Path], bool]) -> None:
     for path in old.iterdir():
-        if (new / path.name).exists() or stale(path.name):
+        if (new / path.name).exists() or stale(path):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link_or_copy)

@@ -14,8 +14,9 @@ from optimum_prune.integrations.headers import check_all
 from optimum_prune.sizes import block_method, build_skeleton, describe_, resize_, why_not_stock
 
 LAYOUTS = ("auto", "stock", "compact")
+CARD_MARK = "pruned with `optimum_prune`"
+"""Words of the card's first sentence; a README without them is somebody's own."""
 _SHARD = r"(\.\w+)?(-\d{5}-of-\d{5})?"
-# A report would speak of other weights; files that transformers never reads are not ours to remove.
 _STALE = re.compile(
     rf"(model{_SHARD}\.safetensors|pytorch_model{_SHARD}\.bin)(\.index(\.\w+)?\.json)?|pruning_report\.json"
 )
@@ -55,10 +56,10 @@ def save_checkpoint(
         record["layout"] = written
     if layout == "stock" and written != "stock":
         raise InvalidConfig(
-            f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune with "
-            "allocation='uniform'."
+            f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune to equal sizes "
+            "that the class takes (allocation='uniform'; units=['mlp_channel'] where the heads are what it refuses)."
         )
-    with replacing(Path(directory), stale=lambda name: bool(_STALE.fullmatch(name))) as folder:
+    with replacing(Path(directory), stale=_is_stale) as folder:
         try:
             model.save_pretrained(folder, **kwargs)
             weights = sorted(folder.glob("*.safetensors"))
@@ -70,6 +71,13 @@ def save_checkpoint(
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"Saving to {directory} failed, and nothing was changed there: {error}") from error
     return written
+
+
+def _is_stale(path: Path) -> bool:
+    """Tell what of an old checkpoint would speak of other weights; files that transformers never reads stay."""
+    if path.name == "README.md":
+        return path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")
+    return bool(_STALE.fullmatch(path.name))
 
 
 def verify_checkpoint(model_class: type[PreTrainedModel], folder: Path) -> None:

@@ -112,6 +112,53 @@ def test_how_to_load():
     assert "ignore_mismatched_sizes" not in stock.text
 
 
+@pytest.mark.parametrize(
+    ("architecture", "loader", "tag"),
+    [
+        ("LlamaForCausalLM", "AutoModelForCausalLM", "text-generation"),
+        ("LlamaForSequenceClassification", "LlamaForSequenceClassification", "text-classification"),
+        ("LlamaModel", "LlamaModel", None),
+    ],
+)
+@pytest.mark.parametrize("layout", ["stock", "compact"])
+def test_a_card_names_the_class_that_was_saved(architecture, loader, tag, layout):
+    card = model_card(report(), evaluations={}, layout=layout, architecture=architecture)
+    snippet = blocks(card)["python"]
+    ast.parse(snippet)
+    assert f"from transformers import {loader}, AutoTokenizer\n" in snippet
+    assert f"model = {loader}.from_pretrained(" in snippet
+    assert card.data.to_dict().get("pipeline_tag") == tag
+    if architecture.endswith("ForCausalLM"):
+        assert str(card) == str(model_card(report(), evaluations={}, layout=layout))
+
+
+def test_a_model_that_was_pruned_before():
+    first = report(parameters_before=20_000, parameters_after=15_000, config=report().config | {"scorer": "first"})
+    second = report(parameters_before=15_000, parameters_after=10_000, config=report().config | {"scorer": "second"})
+    third = report(base_model="/home/me/pruned", base_revision=None, previous=[first.record(), second.record()])
+    card = model_card(third, evaluations={}, layout="compact")
+    text = " ".join(card.text.split())
+    assert "`org/dense`, pruned with `optimum_prune`: of 20,000 parameters, 9,000 are left." in text
+    assert card.data["base_model"] == "org/dense"
+    asked = " ".join(sections(card)["What was asked, what was achieved"].split())
+    assert asked.startswith("This was cut number 3 of the model, and began with 10,000 parameters.")
+    assert "about that cut alone. Pattern `structured`, scorer `ntk`" in asked
+    recipes = re.findall(r"`(recipe-\d.yaml)`:\n\n```yaml\n(.*?)\n```", card.text, flags=re.DOTALL)
+    assert [(name, yaml.safe_load(recipe)["scorer"]) for name, recipe in recipes] == [
+        ("recipe-1.yaml", "first"),
+        ("recipe-2.yaml", "second"),
+        ("recipe-3.yaml", "ntk"),
+    ]
+    assert blocks(card)["bash"].splitlines() == [
+        "optimum-cli prune run --model org/dense --output pruned-1 --recipe recipe-1.yaml",
+        "optimum-cli prune run --model pruned-1 --output pruned-2 --recipe recipe-2.yaml",
+        "optimum-cli prune run --model pruned-2 --output pruned --recipe recipe-3.yaml",
+    ]
+    assert "Dense model at revision `0123abc`" in text
+    assert "Calibration data of cut number 3: org/texts" in text
+    assert "cut number" not in model_card(report(), evaluations={}, layout="compact").text
+
+
 def test_how_to_reproduce():
     card = model_card(report(), evaluations={}, layout="stock")
     assert yaml.safe_load(blocks(card)["yaml"]) == report().config
@@ -142,8 +189,13 @@ def test_how_to_reproduce():
     layout=st.sampled_from(["stock", "compact"]),
     size=st.sampled_from([None, 1_000_000]),
     layers=st.sampled_from([1, 13]),
+    cuts=st.sampled_from([1, 2, 3]),
+    architecture=st.sampled_from([None, "LlamaModel"]),
 )
-def test_whatever_is_missing_leaves_no_hole(evaluations, calibration, gamma, base, warnings, layout, size, layers):
+def test_whatever_is_missing_leaves_no_hole(
+    evaluations, calibration, gamma, base, warnings, layout, size, layers, cuts, architecture
+):
+    before = report(calibration=calibration, base_model=base[0], base_revision=base[1]).record()
     run = report(
         layers=layers,
         calibration=calibration,
@@ -151,8 +203,9 @@ def test_whatever_is_missing_leaves_no_hole(evaluations, calibration, gamma, bas
         base_model=base[0],
         base_revision=base[1],
         warnings=warnings,
+        previous=[before] * (cuts - 1),
     )
-    card = model_card(run, evaluations=evaluations, layout=layout, file_bytes=size)
+    card = model_card(run, evaluations=evaluations, layout=layout, architecture=architecture, file_bytes=size)
     again = ModelCard(str(card))
     assert str(again) == str(card)
     assert ("model-index" in again.data.to_dict()) == ("pruned" in evaluations)

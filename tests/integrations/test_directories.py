@@ -3,9 +3,11 @@
 import errno
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from optimum_prune.integrations.directories import replacing
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
-def write(target, text="new", stale=lambda name: name == "weights"):
+def write(target, text="new", stale=lambda path: path.name == "weights"):
     """Replace a directory by one with a file `new`."""
     with replacing(Path(target), stale) as folder:
         (folder / "new").write_text(text)
@@ -272,8 +274,23 @@ def dead():
     return process.pid
 
 
+def left_by(process, host=None):
+    return f".it.saving-{host or socket.gethostname()}-{process}-0123abcd"
+
+
+def test_threads_may_save_to_one_directory(old):
+    def save(number):
+        for _ in range(5):
+            write(old, f"thread {number}")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(save, range(3)))
+    assert os.listdir(old.parent) == ["it"]
+    assert (old / "new").read_text().startswith("thread ")
+
+
 def test_leftovers_of_the_dead_are_removed(old, dead):
-    for name in (f".it.saving-{dead}", f".it.saving-{dead}-old", f".it.saving-{os.getpid()}"):
+    for name in (left_by(dead), f"{left_by(dead)}-old"):
         (old.parent / name / "sub").mkdir(parents=True)
         (old.parent / name / "sub" / "half").write_text("half")
     write(old)
@@ -283,12 +300,14 @@ def test_leftovers_of_the_dead_are_removed(old, dead):
 def test_what_is_not_a_leftover_stays(old, dead):
     alive = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     others = {
-        f".it.saving-{alive.pid}",
-        f".other.saving-{dead}",
-        f"it.saving-{dead}",
+        left_by(alive.pid),
+        left_by(os.getpid()),  # another thread's
+        left_by(dead, host="elsewhere"),
+        left_by(dead).replace(".it", ".other"),
+        left_by(dead)[1:],
+        left_by(dead) + "x",
         ".it.saving-",
         ".it.saving-old",
-        f".it.saving-{dead}x",
     }
     for name in others:
         (old.parent / name).mkdir()
@@ -299,8 +318,8 @@ def test_what_is_not_a_leftover_stays(old, dead):
 
 def test_killed_between_the_two_renames(old, dead):
     """The old directory is then the one that was put aside: the next save finds what somebody kept in it."""
-    (old.parent / f".it.saving-{dead}").mkdir()
-    old.rename(old.parent / f".it.saving-{dead}-old")
+    (old.parent / left_by(dead)).mkdir()
+    old.rename(old.parent / f"{left_by(dead)}-old")
     write(old)
     assert tree(old) == KEPT | {"new": "new"}
     assert os.listdir(old.parent) == ["it"]
