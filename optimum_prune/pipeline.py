@@ -19,7 +19,7 @@ from optimum_prune.errors import InvalidConfig, PruningError
 from optimum_prune.report import GroupReport, PruningReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.scoring import score_groups
-from optimum_prune.sizes import METHOD, block_method, describe_, forget_quantizer_
+from optimum_prune.sizes import describe_
 from optimum_prune.surgery import slice_
 
 TOLERANCE = 0.02
@@ -151,10 +151,6 @@ def _cut(
     try:
         for group, keep in zip(targets, kept, strict=True):
             slice_(group, keep)
-        if block_method(model.config) not in (None, METHOD):
-            # The weights are plain (bind has seen to it): the block speaks of the file that they were loaded from.
-            delattr(model.config, "quantization_config")
-        forget_quantizer_(model)
         describe_(model)
     except BaseException as error:
         raise PruningError(

@@ -50,6 +50,10 @@ def describe_(model: PreTrainedModel) -> str:
         `"stock"` where plain transformers builds a model of these shapes from the config, else `"compact"`.
     """
     bound, sizes = bind(model), measure(model)
+    if block_method(model.config) not in (None, METHOD):
+        # The weights are plain (`bind` has seen to it), so the block speaks of the file that they came from: a GGUF.
+        delattr(model.config, "quantization_config")
+        forget_quantizer_(model)
     _plain_(model.config)
     uniform = _uniform(sizes)
     if uniform is not None and why_not_stock(model) is None:

@@ -166,11 +166,11 @@ class TestDescribe:
         assert describe_(model) == layout
         assert model.config.to_dict()["head_dim"] == 4
 
-    def test_another_quantizers_block_is_left_alone(self):
+    def test_block_of_another_quantizer_goes_where_the_weights_are_plain(self):
         model = llama()
         model.config.quantization_config = {"quant_method": "other"}
         assert describe_(model) == "stock"
-        assert block_method(model.config) == "other"
+        assert block_method(model.config) is None
 
 
 class TestResize:

@@ -108,6 +108,12 @@ def _run(args: argparse.Namespace) -> None:
     from optimum_prune.calibration.sources import open_source
     from optimum_prune.pruner import Pruner  # here, because it brings torch
 
+    scorer = registry.load("scorers", config.scorer)
+    if (
+        args.layout == "stock"
+        and (scorer.allocation if config.allocation == "auto" else config.allocation) != "uniform"
+    ):
+        raise InvalidConfig("--layout stock needs layers of equal size: add --allocation uniform.")
     for source in (config.calibration.source, args.evaluate):
         if source not in (None, "self"):  # refuse what cannot be read before hours of work, not after
             open_source(replace(config.calibration, source=source))

@@ -54,7 +54,8 @@ def loading(name_or_path: str | Path) -> Iterator[None]:
         reason = " ".join(str(error).split())
         if not isinstance(error, OSError | ValueError | RuntimeError):  # the text may be no more than a key
             reason = f"{type(error).__name__}: {reason}"
-        raise CheckpointError(f"{name_or_path} cannot be loaded: {reason}") from error
+        where = "" if Path(name_or_path).exists() else " (no folder of that name is here)"
+        raise CheckpointError(f"{name_or_path} cannot be loaded{where}: {reason}") from error
 
 
 def write_report(folder: Path, report: PruningReport, evaluations: dict[str, Evaluation]) -> None:

@@ -191,6 +191,12 @@ def test_trying_the_output_leaves_nothing(refused, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flags", ["", "--allocation gamma", "--scorer magnitude --allocation global"])
+def test_stock_layout_of_uneven_layers_is_refused_early(flags, refused):
+    message = refused("--sparsity", 0.2, "--layout", "stock", *flags.split())
+    assert message == "--layout stock needs layers of equal size: add --allocation uniform."
+
+
 def test_evaluation_needs_its_package(refused, monkeypatch):
     monkeypatch.setattr(measurements, "find_spec", lambda name: None)
     message = "Evaluation needs the package 'evaluate': pip install 'optimum-prune[eval]'."
@@ -208,7 +214,7 @@ def test_evaluation_on_the_models_own_text_is_refused(refused):
     ("model", "arguments", "message"),
     [
         ("/no/such/folder", "", "/no/such/folder does not exist."),
-        ("no-such/model", "", "no-such/model cannot be loaded: "),
+        ("no-such/model", "", "no-such/model cannot be loaded (no folder of that name is here): "),
         ("gpt2", "", "Unknown architecture 'gpt2'; supported: 'llama', "),
         ("dense", "--calibration-source no.txt", "Calibration source 'no.txt' does not exist."),
         ("dense", "--exclude no_such_layer", "no_such_layer"),

@@ -385,9 +385,8 @@ def test_model_of_a_gguf_file_becomes_a_normal_checkpoint(tmp_path):
     expected = outputs(model)
     model.config.quantization_config = GgufConfig(gguf_file="dense.gguf")
     model.hf_quantizer, model.is_quantized, model.quantization_method = object(), True, "gguf"
-    prune(model, PruningConfig(scorer="magnitude", sparsity=0.0))
-    assert not hasattr(model, "hf_quantizer")
     save_checkpoint(model, tmp_path / "uncut")
+    assert not hasattr(model, "hf_quantizer")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "uncut")
     assert not hasattr(loaded.config, "quantization_config")
     assert torch.equal(outputs(loaded)["logits"], expected["logits"])
