@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.errors import CalibrationError
-from optimum_prune.latency import evaluating
 from optimum_prune.measurements import Evaluation
+from optimum_prune.modes import evaluating
 
 CHUNK = 128
 """Tokens whose logits are held at a time: 77 MB in float32 for a vocabulary of 150,000."""
@@ -56,7 +56,7 @@ def dense_reference(model: PreTrainedModel, data: CalibrationData, *, batch_size
     Returns:
         None, with a warning, where logits are more than the output embedding's output (soft-capped, scaled).
     """
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)
         if head is None:
             warnings.warn(
@@ -92,7 +92,7 @@ def evaluate_model(
             f"The dense model was measured on other data ({reference.data}) than this ({data.fingerprint})."
         )
     nll, kl, tokens = [], [], []
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)
         dense = reference and _dense_states(model, head, reference)
         sequences = _sequences(model, head, data, batch_size, "Evaluation")

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.measurements import Latency, Spread
+from optimum_prune.modes import evaluating
 
 
 def measure_latency(
@@ -53,7 +54,7 @@ def measure_latency(
     prompt = _prompt(models, batch_size, prefill_tokens)
     prefill: dict[str, list[float]] = {name: [] for name in models}
     decode: dict[str, list[float]] = {name: [] for name in models}
-    with evaluating(*models.values()), _quiet():
+    with evaluating(*models.values()), torch.no_grad(), _quiet():
         for repeat in logging.tqdm(range(repeats + 1), desc="Latency", unit="round"):
             for name, model in models.items():
                 first = _milliseconds(model, prompt, 1)
@@ -63,20 +64,6 @@ def measure_latency(
                     decode[name].append((whole - first) / (decode_tokens - 1))
     settings = prefill_tokens, decode_tokens, batch_size, repeats
     return {name: Latency(Spread.of(prefill[name]), Spread.of(decode[name]), *settings) for name in models}
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients, for a while; every module gets its own mode back."""
-    modes = {module: module.training for model in models for module in model.modules()}
-    for model in models:
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _fit(models: Mapping[str, PreTrainedModel], prefill_tokens: int, decode_tokens: int) -> tuple[int, int]:

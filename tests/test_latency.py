@@ -12,8 +12,9 @@ from transformers.utils import logging
 
 from optimum_prune import latency
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
-from optimum_prune.latency import evaluating, measure_latency
+from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Spread
+from optimum_prune.modes import evaluating
 from tests.models import llama
 
 
@@ -226,6 +227,6 @@ def test_a_gpu_is_waited_for_on_both_sides_of_the_clock(clock, monkeypatch):
     prompt: Any = SimpleNamespace(to=lambda device: torch.ones(1, 2, dtype=torch.int64))
     model: Any = FakeModel("a", clock, [], 1, 1).eval()
     model.device = torch.device("cuda")
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         assert latency._milliseconds(model, prompt, 3) == 3000
     assert waits == [0, 3]

@@ -14,7 +14,7 @@ PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
     {"errors", "checks", "registry", "config"},
     {"allocation", "adapters", "scorers"},
-    {"binding", "surgery", "sizes", "scoring", "calibration"},
+    {"binding", "surgery", "sizes", "scoring", "modes", "calibration"},
     {"pipeline", "report", "measurements", "metrics", "latency", "evaluation"},
     {"integrations"},
     {"pruner"},

@@ -6,8 +6,7 @@ weights, one block's gradients and the saved inputs. The operations and their or
 on a CPU the gradients are equal bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from optimum_prune.errors import UnsupportedModel
+from optimum_prune.modes import frozen
 from optimum_prune.scorers.base import Objective
 
 HALF_SCALE = 2.0**14
@@ -49,7 +49,7 @@ def stream_gradients(
     samples = sum(len(batch["input_ids"]) for batch in batches)
     scale = HALF_SCALE if model.dtype == torch.float16 else 1.0
     lowest = min(linears)
-    with _frozen(model), torch.enable_grad():
+    with frozen(model), torch.enable_grad():
         calls, upstream = _forward(model, blocks, batches, objective, scale / samples)
         for index in tqdm(range(len(blocks) - 1, lowest - 1, -1), desc="Backward", unit="block"):
             wanted = linears.get(index, ())
@@ -163,21 +163,6 @@ def _unscale_(gradients: Mapping[nn.Linear, Tensor], scale: float, index: int) -
                 "or float32."
             )
         gradient.div_(scale)
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no parameter that requires a gradient, for a while."""
-    modes = {module: module.training for module in model.modules()}
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    model.eval().requires_grad_(False)
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for parameter, requires_grad in required.items():
-            parameter.requires_grad_(requires_grad)
 
 
 def _hidden(output: Any) -> Tensor:

@@ -1,17 +1,17 @@
 """Samples that the model itself generates, for users without data."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from inspect import signature
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from optimum_prune.calibration.tokens import vocabulary_size
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
+from optimum_prune.modes import evaluating
 
 
 def draw_samples(
@@ -51,7 +51,7 @@ def draw_samples(
     uniform = torch.rand(config.num_samples, seq_len - 1, generator=generator, dtype=torch.float64)
     batches = zip(first.split(config.batch_size), uniform.split(config.batch_size), strict=True)
     samples: list[Tensor] = []
-    with _evaluating(model), tqdm(desc="Sampling", total=uniform.numel(), unit="tok", delay=2) as bar:
+    with evaluating(model), tqdm(desc="Sampling", total=uniform.numel(), unit="tok", delay=2) as bar:
         for start, u in batches:
             samples += _continue(model, start, u, bar.update).unbind()
     return samples
@@ -90,14 +90,3 @@ def _first_tokens(
             if token is not None and 0 <= token < vocab_size:
                 return torch.full((num_samples, 1), token)
     return torch.randint(vocab_size, (num_samples, 1), generator=generator)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

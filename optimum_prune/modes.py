@@ -1,0 +1,32 @@
+"""A model's mode, changed for a while and given back on every way out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module gets its own mode back."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and no parameter that requires a gradient, for a while."""
+    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with evaluating(model):
+        model.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in required:
+                parameter.requires_grad_(True)
