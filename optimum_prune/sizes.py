@@ -77,9 +77,10 @@ def why_not_stock(model: PreTrainedModel) -> str | None:
 
     The class is asked: it builds a skeleton from the plain config, on the meta device, and shapes are compared.
     """
-    uniform = _uniform(measure(model))
+    sizes = measure(model)
+    uniform = _uniform(sizes)
     if uniform is None:
-        return "layers differ in " + ", ".join(_differing(measure(model)))
+        return "layers differ in " + ", ".join(_differing(sizes))
     config = copy.deepcopy(model.config)
     _plain_(config)
     try:
