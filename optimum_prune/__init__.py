@@ -18,6 +18,7 @@ __all__ = [
     "CalibrationError",
     "CheckpointError",
     "InvalidConfig",
+    "Plan",
     "Pruner",
     "PruningConfig",
     "PruningError",
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from optimum_prune.pipeline import prune
+    from optimum_prune.planning.plan import Plan
     from optimum_prune.pruner import Pruner
     from optimum_prune.report import PruningReport
 
 _HOMES = {
     "CalibrationConfig": "config",
+    "Plan": "planning.plan",
     "Pruner": "pruner",
     "PruningConfig": "config",
     "PruningReport": "report",

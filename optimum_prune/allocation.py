@@ -19,12 +19,21 @@ FLOOR = {"kv_group": 1, "mlp_channel": 8}
 
 @dataclass(frozen=True)
 class Size:
-    """Size of one targeted group: its name, kind and number of units, and how many weights they have together."""
+    """Size of what is cut alike: one targeted group, or several that have to keep the same units.
+
+    Attributes:
+        name: for error messages.
+        unit: kind of unit.
+        num_units: how many there are.
+        weights: how many weights they have together.
+        tied: whether it has to keep as many units as all others of its kind.
+    """
 
     name: str
     unit: str
     num_units: int
     weights: int
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,13 +90,13 @@ def coupled_sparsities(
 def budgets(
     groups: Sequence[Size], sparsity: float, allocation: str, *, gamma: float = 1.0, round_to: int = 8
 ) -> dict[str, Budget]:
-    """Fix how many units of each kind go.
+    """Fix how many units of each kind go, in one stack.
 
     Args:
         groups: the targeted groups.
         sparsity: fraction removed of their weights, in [0, 1).
         allocation: `"uniform"` (nearest reachable count in every group), `"global"` or `"gamma"` (`floor` of the exact
-            count, over all groups of a kind).
+            count, over all groups of a kind). Kinds whose groups are tied are always uniform.
         gamma: MLP sparsity over attention sparsity; only read for `"gamma"`.
         round_to: MLP channels kept are rounded up to a multiple of it.
 
@@ -107,7 +116,7 @@ def budgets(
     for unit, members in kinds.items():
         sizes = [group.num_units for group in members]
         floor = FLOOR[unit]
-        if allocation == "uniform":
+        if allocation == "uniform" or any(group.tied for group in members):
             remove = [min(_nearest(fractions[unit] * n), max(n - floor, 0)) for n in sizes]
         else:
             remove = _floor(fractions[unit] * sum(sizes))

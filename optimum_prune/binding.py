@@ -8,18 +8,37 @@ import torch
 from torch import nn
 
 from optimum_prune import registry
-from optimum_prune.adapters.base import Adapter, CoupledGroup
+from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
 from optimum_prune.errors import InvalidConfig, UnsupportedArchitecture, UnsupportedModel, unknown
+from optimum_prune.skipping import Skipped
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What a plain weight may be. Narrower floating-point types are quantised: their scales live elsewhere."""
 
 
 @dataclass(frozen=True)
+class BoundStack:
+    """A declared stack that the model has: its path there, and its blocks."""
+
+    stack: Stack
+    path: str
+    blocks: nn.ModuleList
+
+
+@dataclass(frozen=True)
 class BoundGroup:
-    """One coupled group of one block, with its modules. Everything is read off the live modules, nothing is cached."""
+    """One coupled group of one block, with its modules. Everything is read off the live modules, nothing is cached.
+
+    Attributes:
+        group: what the adapter declares.
+        declared: the stack, as the adapter declares it.
+        stack: path of the stack in this model.
+        layer: index of the block.
+        block: the block.
+    """
 
     group: CoupledGroup
+    declared: Stack
     stack: str
     layer: int
     block: nn.Module
@@ -48,6 +67,12 @@ class BoundGroup:
     def linears(self) -> list[nn.Linear]:
         """Writers, then readers."""
         return self.writers + self.readers
+
+    @property
+    def tables(self) -> list[nn.Embedding]:
+        """Embeddings whose columns carry the units; only some blocks have them."""
+        found = (submodule(self.block, path) for path in self.group.tables)
+        return [table for table in found if table is not None]  # pyright: ignore[reportReturnType]
 
     @property
     def linear_names(self) -> list[str]:
@@ -92,20 +117,24 @@ def adapter_for(model: nn.Module) -> Adapter:
     return registry.load("adapters", model_type)
 
 
-def stacks(model: nn.Module, adapter: Adapter) -> dict[str, nn.ModuleList]:
-    """Map the path of each declared stack that the model has to its blocks.
+def stacks(model: nn.Module, adapter: Adapter) -> list[BoundStack]:
+    """Find the declared stacks that the model has, in the order in which data flows through them.
 
     The path is also tried without the model's `base_model_prefix`, since `AutoModel` returns the headless base model
     (`layers`, not `model.layers`).
     """
     prefix = getattr(model, "base_model_prefix", "") + "."
     modules = dict(model.named_modules())
-    paths = {p for stack in adapter.stacks for p in (stack.path, stack.path.removeprefix(prefix)) if p in modules}
-    return {path: modules[path] for path in sorted(paths)}  # pyright: ignore[reportReturnType]
+    return [
+        BoundStack(stack, path, modules[path])  # pyright: ignore[reportArgumentType]
+        for stack in adapter.stacks
+        for path in dict.fromkeys((stack.path, stack.path.removeprefix(prefix)))
+        if path in modules
+    ]
 
 
 def bind(model: nn.Module, adapter: Adapter | None = None) -> list[BoundGroup]:
-    """Bind every coupled group of every block, in the order of the blocks.
+    """Bind every coupled group of every block, in the order of the stacks and blocks; a skipped sub-layer has none.
 
     Raises:
         UnsupportedArchitecture: no adapter knows the model's type.
@@ -118,12 +147,12 @@ def bind(model: nn.Module, adapter: Adapter | None = None) -> list[BoundGroup]:
             f"{type(model).__name__} has no {' or '.join(stack.path for stack in adapter.stacks)}, where the blocks "
             f"of a {adapter.model_type} model are expected. Pass the transformers model itself, without wrappers."
         )
-    declared = {path: stack for stack in adapter.stacks for path in live if stack.path.endswith(path)}
     bound = [
-        BoundGroup(group, path, layer, block)
-        for path, blocks in live.items()
-        for layer, block in enumerate(blocks)
-        for group in declared[path].groups
+        BoundGroup(group, found.stack, found.path, layer, block)
+        for found in live
+        for layer, block in enumerate(found.blocks)
+        for group in (_alternative(declared, block) for declared in found.stack.groups)
+        if not isinstance(submodule(block, group.site), Skipped)
     ]
     for group in bound:
         _check(group)
@@ -135,15 +164,20 @@ def select(
     units: Sequence[str] | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[BoundGroup]:
     """Keep the groups that a config targets.
+
+    Without `names` of stacks, those are taken that the adapter prunes by default.
 
     A pattern (shell style, `*` and `?`) matches a linear, or any module that contains it: `model.layers.0` and
     `model.layers.*.mlp` are patterns. Linears of a group are coupled, so one that matches decides for its group.
 
     Raises:
-        InvalidConfig: a unit that the model does not have, a pattern that matches nothing, or nothing left to prune.
+        InvalidConfig: a unit or stack that the model does not have, a pattern that matches nothing, nothing left to
+            prune, or a part of groups that are tied.
     """
+    check_names(names, [group.declared for group in bound])
     available = list(dict.fromkeys(group.unit for group in bound))
     for unit in units or ():
         if unit not in available:
@@ -154,16 +188,31 @@ def select(
     selected = [
         group
         for group in bound
-        if (units is None or group.unit in units)
+        if (group.declared.default if names is None else group.declared.name in names)
+        and (units is None or group.unit in units)
         and (include is None or any(_matches(group, pattern) for pattern in include))
         and not any(_matches(group, pattern) for pattern in exclude or ())
     ]
     if not selected:
         raise InvalidConfig(
-            f"Nothing is left to prune: units={units}, include={include}, exclude={exclude} leave none of "
-            f"{len(bound)} groups."
+            f"Nothing is left to prune: stacks={names}, units={units}, include={include}, exclude={exclude} leave none "
+            f"of {len(bound)} groups."
         )
+    _check_ties(bound, selected)
     return selected
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a pattern (shell style) matches a module, or any module that contains it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def check_names(names: Sequence[str] | None, declared: Sequence[Stack]) -> None:
+    """Refuse the name of a stack that the model does not have."""
+    available = list(dict.fromkeys(stack.name for stack in declared))
+    for name in names or ():
+        if name not in available:
+            raise InvalidConfig(unknown("stack", name, available))
 
 
 def check_prunable(model: nn.Module, bound: Sequence[BoundGroup]) -> None:
@@ -197,18 +246,45 @@ def check_prunable(model: nn.Module, bound: Sequence[BoundGroup]) -> None:
                     )
 
 
+def _alternative(group: CoupledGroup | tuple[CoupledGroup, ...], block: nn.Module) -> CoupledGroup:
+    """Of alternatives, choose the one whose first linear the block has; else the first, for the error's sake."""
+    if isinstance(group, CoupledGroup):
+        return group
+    return next((candidate for candidate in group if submodule(block, candidate.writers[0])), group[0])
+
+
+def _check_ties(bound: Sequence[BoundGroup], selected: Sequence[BoundGroup]) -> None:
+    """Refuse to take a part of what has to keep the same units, or as many: one kind of unit in one stack."""
+    for group in selected:
+        if group.group.tied is None:
+            continue
+        left_out = [
+            other.name
+            for other in bound
+            if (other.stack, other.unit) == (group.stack, group.unit) and other.group.tied and other not in selected
+        ]
+        if left_out:
+            raise InvalidConfig(
+                f"Every block of {group.stack} keeps the same number of {group.unit}s, so {group.name} cannot be "
+                f"pruned without {left_out[0]} ({len(left_out)} left out). Choose by stacks and units, without "
+                "patterns that divide them."
+            )
+
+
 def _check(group: BoundGroup) -> None:
     for name, path in zip(group.linear_names, group.group.writers + group.group.readers, strict=True):
-        try:
-            module = group.block.get_submodule(path)
-        except AttributeError:
-            raise UnsupportedModel(f"{name} is missing: the blocks are not those of a known model.") from None
+        module = submodule(group.block, path)
+        if module is None:
+            raise UnsupportedModel(f"{name} is missing: the blocks are not those of a known model.")
         if not _is_plain(module):
             raise UnsupportedModel(
                 f"{name} is a {_describe(module)}, not a plain linear layer: the model is quantised or wrapped. "
                 "Prune the plain model (load without a quantizer, merge or unload adapters), then quantise or tune."
             )
     axes = [linear.weight.shape[0] for linear in group.writers] + [linear.weight.shape[1] for linear in group.readers]
+    # A table is read by head: one column each.
+    if any(table.weight.shape[1] != group.num_units for table in group.tables):
+        raise UnsupportedModel(f"{group.name} has {group.num_units} units, but its table has not as many columns.")
     for name, width in zip(group.linear_names, axes, strict=True):
         if group.num_units == 0 or width % group.num_units:
             raise UnsupportedModel(
@@ -222,6 +298,14 @@ def _is_plain(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(weight) is nn.Parameter and weight.dtype in DTYPES
 
 
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the submodule at a path, or None where there is none."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def _describe(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -231,7 +315,7 @@ def _describe(module: nn.Module) -> str:
 
 
 def _matches(group: BoundGroup, pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in group.linear_names)
+    return any(matches(name, pattern) for name in group.linear_names)
 
 
 def _example_names(bound: Sequence[BoundGroup]) -> list[str]:

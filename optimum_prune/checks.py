@@ -10,7 +10,7 @@ from typing import Any
 
 from optimum_prune.errors import InvalidConfig, unknown
 
-PATTERNS = ("structured",)
+PATTERNS = ("structured", "layers")
 
 Check = Callable[[str, Any], Any]
 """`(name of the field, value given) -> value kept`."""
@@ -92,7 +92,7 @@ def pattern(name: str, value: Any) -> str:
             raise InvalidConfig(
                 f"pattern {value!r} is no n:m: n of every m consecutive weights are removed, so 0 < n < m."
             )
-    elif value not in (*PATTERNS, "unstructured", "layers"):
+    elif value not in (*PATTERNS, "unstructured"):
         raise InvalidConfig(unknown("pattern", value, PATTERNS))
     return value
 

@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 VERSION = 1
 ALLOCATIONS = ("auto", "uniform", "global", "gamma")
 UNITS = ("kv_group", "mlp_channel")
+LAYER_UNITS = ("layer", "attention", "mlp")
+RECOMMENDED = {"structured": "ntk", "layers": "block_influence"}
+"""Pattern -> the scorer that stands in where none is given."""
+MEANINGLESS = {
+    "structured": {
+        "keep_first": "every block keeps some of its units",
+        "keep_last": "every block keeps some of its units",
+    },
+    "layers": {
+        "round_to": "only whole blocks or sub-layers go",
+        "gamma": "attention and MLPs lose the same fraction of their layers",
+        "allocation": "all layers of a stack are ranked together; leave it out, or use 'global'",
+    },
+}
+"""Pattern -> fields that must be left alone, and why."""
 IN_MEMORY = "in-memory: "  # how a written config begins the description of data that it does not hold
 
 
@@ -156,7 +171,8 @@ class CalibrationConfig(_Config):
     seq_len: int | None = _option(
         None,
         checks.integer(1),
-        "tokens per sequence; by default what the scorer recommends, else min(2048, the model's limit)",
+        "tokens per sequence; by default what the scorer recommends, else min(2048, the model's limit), "
+        "for encoder-decoders 512",
     )
     batch_size: int = _option(
         4, checks.integer(1), "sequences per forward pass; changes memory and time, not the result"
@@ -165,6 +181,12 @@ class CalibrationConfig(_Config):
     split: str = _option("train", checks.text, "split of a dataset id")
     text_column: str | None = _option(
         None, checks.text, "column that holds the text; by default 'text', else the only column of strings"
+    )
+    target_column: str | None = _option(
+        None, checks.text, "column that holds the answer to the text, for encoder-decoders (T5)"
+    )
+    image_column: str | None = _option(
+        None, checks.text, "column that holds the image, or a list of them, for image-text models; by default 'image'"
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,13 +208,20 @@ class PruningConfig(_Config):
 
     quant_method: ClassVar = "optimum_prune"  # the word by which transformers finds the plugin
 
-    pattern: str = _option("structured", checks.pattern, "what kind of thing is removed: 'structured', whole units")
-    scorer: str = _option(
-        "ntk",
-        checks.one_of("scorer", lambda: registry.available("scorers")),
-        "how units are ranked, by name",
+    pattern: str = _option(
+        "structured",
+        checks.pattern,
+        "what is removed: 'structured' (units inside of blocks) or 'layers' (whole blocks, or sub-layers)",
     )
-    sparsity: float | None = _option(None, checks.sparsity, "fraction of the targeted weights to remove, in [0, 1)")
+    scorer: str = _option(
+        None,
+        checks.one_of("scorer", lambda: registry.available("scorers")),
+        "how units or layers are ranked, by name; by default what the pattern recommends: 'ntk' for 'structured', "
+        "'block_influence' for 'layers'",
+    )
+    sparsity: float | None = _option(
+        None, checks.sparsity, "fraction of the targeted weights (or blocks, or sub-layers) to remove, in [0, 1)"
+    )
     allocation: str = _option(
         "auto",
         checks.one_of("allocation", lambda: ALLOCATIONS),
@@ -205,8 +234,15 @@ class PruningConfig(_Config):
     )
     units: list[str] | None = _option(
         None,
-        checks.list_of("kinds of unit", checks.one_of("unit", lambda: UNITS)),
-        "kinds of unit to remove: 'kv_group' (a key/value head with its query heads), 'mlp_channel'; by default all",
+        checks.list_of("kinds of unit", checks.text),
+        "kinds of unit to remove: 'kv_group' (a key/value head with its query heads), 'mlp_channel'; by default both. "
+        "Of pattern 'layers': 'layer' (a block; the default), or the sub-layers 'attention' and 'mlp'",
+    )
+    stacks: list[str] | None = _option(
+        None,
+        checks.list_of("names of stacks", checks.text),
+        "stacks of blocks to prune, by name: 'encoder' and 'decoder' of T5, 'language' and 'vision' of LLaVA; by "
+        "default all but a vision tower",
     )
     include: list[str] | None = _option(
         None,
@@ -217,6 +253,8 @@ class PruningConfig(_Config):
         None, checks.list_of("glob patterns", checks.text), "glob patterns of the modules to leave"
     )
     round_to: int = _option(8, checks.integer(1), "MLP channels kept are rounded up to a multiple of this")
+    keep_first: int = _option(1, checks.integer(0), "blocks at the start of a stack that stay whole (pattern 'layers')")
+    keep_last: int = _option(1, checks.integer(0), "blocks at the end of a stack that stay whole (pattern 'layers')")
     calibration: CalibrationConfig = _option(CalibrationConfig, _calibration, "data for scorers that need any")
     seed: int = _option(0, checks.integer(0), "seed of whatever is random in a scorer")
 
@@ -224,6 +262,9 @@ class PruningConfig(_Config):
         """Check every field, then those that constrain each other."""
         super().__post_init__()
         self._check_pattern()
+        self._check_units()
+        if self.scorer is None:  # pyright: ignore[reportUnnecessaryComparison]
+            object.__setattr__(self, "scorer", RECOMMENDED[self.pattern])
         if self.gamma != "auto" and self.allocation not in ("auto", "gamma"):
             raise InvalidConfig(
                 f"gamma={self.gamma} has no meaning with allocation={self.allocation!r}; use allocation='gamma'."
@@ -244,6 +285,26 @@ class PruningConfig(_Config):
             )
         if self.sparsity is None:
             raise InvalidConfig("sparsity is required: the fraction of the targeted weights to remove, in [0, 1).")
+
+    def _check_units(self) -> None:
+        """Refuse units of the other pattern, and fields that mean nothing for this one."""
+        allowed = LAYER_UNITS if self.pattern == "layers" else UNITS
+        for unit in self.units or ():
+            if unit in (*UNITS, *LAYER_UNITS) and unit not in allowed:
+                raise InvalidConfig(
+                    f"units={self.units} do not go with pattern {self.pattern!r}, whose units are "
+                    f"{', '.join(map(repr, allowed))}."
+                )
+            checks.one_of("unit", lambda: allowed)("units", unit)
+        if self.units and "layer" in self.units and len(self.units) > 1:
+            raise InvalidConfig(
+                f"units={self.units} would remove blocks and parts of them at once. Drop 'layer' first, then skip "
+                "sub-layers of what is left in a second run."
+            )
+        for option in fields(self):
+            value, reason = getattr(self, option.name), MEANINGLESS[self.pattern].get(option.name)
+            if reason and value not in (option.default, "global"):  # which is how layers are ranked anyway
+                raise InvalidConfig(f"{option.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""

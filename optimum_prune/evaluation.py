@@ -1,4 +1,4 @@
-"""Perplexity, KL to the dense model and size of a live model: measured, never derived.
+"""Perplexity, accuracy, KL to the dense model and size of a live model: measured, never derived.
 
 Logits are what evaluation spends its memory on: 2048 tokens of a vocabulary of 150,000 take 1.2 GB. So the
 *input* of the output embedding is taken in a pre-hook, and logits are made from it a few tokens at a time.
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class DenseReference:
     """A dense model on an evaluation set.
 
     Attributes:
-        states: inputs of its output embedding, `(T_i, hidden)` per sequence, on the CPU.
+        states: inputs of its output embedding where it predicts, `(P_i, hidden)` per sequence, on the CPU.
         probe: logits of the first tokens, `(PROBE, vocab) float32`; a changed output embedding changes them.
         data: fingerprint of the evaluation data.
     """
@@ -66,7 +67,7 @@ def dense_reference(model: PreTrainedModel, data: CalibrationData, *, batch_size
             )
             return None
         states = [states.cpu() for _, states in _sequences(model, head, data, batch_size, "Dense")]
-        return DenseReference(states, _probe(model, head, states[0]), data.fingerprint)
+        return DenseReference(states, _probe(model, head, states), data.fingerprint)
 
 
 def evaluate_model(
@@ -76,7 +77,7 @@ def evaluate_model(
     batch_size: int = 1,
     reference: DenseReference | None = None,
 ) -> Evaluation:
-    """Measure perplexity, KL and size of a model; `measure_latency` measures latency.
+    """Measure perplexity, accuracy, KL and size of a model; `measure_latency` measures latency.
 
     Args:
         model: left as it was.
@@ -91,22 +92,22 @@ def evaluate_model(
         raise CalibrationError(
             f"The dense model was measured on other data ({reference.data}) than this ({data.fingerprint})."
         )
-    nll, kl, tokens = [], [], []
+    measured: list[_Sums] = []
     with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)
         dense = reference and _dense_states(model, head, reference)
         sequences = _sequences(model, head, data, batch_size, "Evaluation")
-        for (ids, states), dense_states in zip(sequences, dense or repeat(None), strict=False):
-            sums = _sums(head or nn.Identity(), ids, states, dense_states)
-            nll.append(sums[0])
-            kl.append(sums[1])
-            tokens.append(len(ids) - 1)
-    perplexity, divergence = _means(nll, kl if dense else None, tokens)
+        for (labels, states), dense_states in zip(sequences, dense or repeat(None), strict=False):
+            measured.append(_sums(head or nn.Identity(), labels, states, dense_states))
+    perplexity, divergence = _means(measured, with_kl=bool(dense))
+    tokens, right = sum(sums.tokens for sums in measured), [sums.right for sums in measured]
     return Evaluation(
         perplexity=perplexity,
         kl=divergence,
-        tokens=sum(tokens),
-        sequences=len(tokens),
+        accuracy=sum(right) / tokens,
+        exact_match=_exact_match(measured) if data.task else None,
+        tokens=tokens,
+        sequences=len(measured),
         parameters=model.num_parameters(),
         weight_bytes=weight_bytes(model),
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
@@ -123,16 +124,34 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in distinct.values())
 
 
-def _means(nll: list[float], kl: list[float] | None, tokens: list[int]) -> tuple[float, float | None]:
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the predicted tokens of one sequence: `-log Q(token)`, `sum_v P (log P - log Q)`, tokens got right."""
+
+    nll: float
+    kl: float
+    right: int
+    tokens: int
+
+
+def _exact_match(measured: list[_Sums]) -> float:
+    """Return the share of sequences that greedy generation would get right to the last token."""
+    asked = [sums for sums in measured if sums.tokens]
+    return sum(sums.right == sums.tokens for sums in asked) / len(asked)
+
+
+def _means(measured: list[_Sums], with_kl: bool) -> tuple[float, float | None]:
     from optimum_prune.metrics import KLDivergence, Perplexity  # here, because it brings `evaluate`
 
+    tokens = [sums.tokens for sums in measured]
     with TemporaryDirectory() as scratch:  # evaluate makes folders for a cache even when it works in memory
-        perplexity = Perplexity(keep_in_memory=True, cache_dir=scratch)
-        divergence = KLDivergence(keep_in_memory=True, cache_dir=scratch)
-        return (
-            perplexity.compute(nll=nll, tokens=tokens)["perplexity"],  # pyright: ignore
-            kl and divergence.compute(kl=kl, tokens=tokens)["kl_divergence"],  # pyright: ignore
-        )
+        metric = Perplexity(keep_in_memory=True, cache_dir=scratch)
+        found: Any = metric.compute(nll=[sums.nll for sums in measured], tokens=tokens)
+        if not with_kl:
+            return found["perplexity"], None
+        metric = KLDivergence(keep_in_memory=True, cache_dir=scratch)
+        divergence: Any = metric.compute(kl=[sums.kl for sums in measured], tokens=tokens)
+        return found["perplexity"], divergence["kl_divergence"]
 
 
 @contextmanager
@@ -156,60 +175,70 @@ def _plain_head(model: PreTrainedModel, data: CalibrationData) -> nn.Module | No
     head = model.get_output_embeddings()
     if head is None:
         return None
-    ids = data.samples[0][None, :PROBE].to(model.device)
+    batch = next(data.batches(1, pad_token_id=0))
     with _head_input(head) as seen:
-        logits = model(input_ids=ids, use_cache=False).logits  # (1, PROBE, vocab)
-    plain = len(seen) == 1 and torch.equal(head(seen[0]).float(), logits.float())
+        logits = model(**_to(batch, model.device), use_cache=False).logits  # (1, PROBE, vocab)
+    plain = len(seen) == 1 and torch.equal(head(seen[0][:, :PROBE]).float(), logits.float())
     return head if plain else None
 
 
 def _sequences(
     model: PreTrainedModel, head: nn.Module | None, data: CalibrationData, batch_size: int, what: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `ids (T,)` and `states (T, hidden)` of each sequence, unpadded; logits where head is None."""
+    """Yield `labels (P,)` of each sequence and the `states (P, hidden)` to predict them; logits where head is None."""
     batches = data.batches(batch_size, pad_token_id=0)  # any id will do: it is masked in attention and here
     total = math.ceil(len(data.samples) / batch_size)
+    index = 0
     for batch in logging.tqdm(batches, desc=what, unit="batch", total=total):
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        inputs = _to(batch, model.device)
         if head is None:
             states = model(**inputs, use_cache=False).logits
         else:
             with _head_input(head) as seen:
                 model(**inputs, use_cache=False)
             (states,) = seen
-        for ids, row, mask in zip(batch["input_ids"], states, batch["attention_mask"].bool(), strict=True):
-            yield ids[mask], row[mask.to(row.device)]
+        for row in states:
+            positions, labels = data.predicted(index)
+            yield labels, row[positions.to(row.device)]
+            index += 1
 
 
-def _sums(head: nn.Module, ids: Tensor, states: Tensor, dense: Tensor | None) -> tuple[float, float]:
-    """Return the sums over a sequence's predicted tokens of `-log Q(token)` and `sum_v P (log P - log Q)`.
+def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _sums(head: nn.Module, labels: Tensor, states: Tensor, dense: Tensor | None) -> _Sums:
+    """Sum over a sequence's predicted tokens, some of them at a time.
 
     Args:
         head: turns states into logits.
-        ids: `(T,) int64`.
-        states: `(T, hidden)`; Q is made of them.
-        dense: `(T, hidden)` of the dense model; P is made of them. Without it the second sum is 0.
+        labels: `(P,) int64`.
+        states: `(P, hidden)`; Q is made of them.
+        dense: `(P, hidden)` of the dense model; P is made of them. Without it there is no KL.
     """
     nll = kl = 0.0
-    labels = ids[1:]
+    right = 0
     for start in range(0, len(labels), CHUNK):
-        part = slice(start, min(start + CHUNK, len(labels)))
+        part = slice(start, start + CHUNK)
         log_q = head(states[part]).float().log_softmax(dim=-1)  # (chunk, vocab)
-        nll += F.nll_loss(log_q, labels[part].to(log_q.device), reduction="none").double().sum().item()
+        wanted = labels[part].to(log_q.device)
+        nll += F.nll_loss(log_q, wanted, reduction="none").double().sum().item()
+        right += int((log_q.argmax(dim=-1) == wanted).sum())
         if dense is not None:
             log_p = head(dense[part].to(states.device)).float().log_softmax(dim=-1)
             kl += F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double().sum().item()
-    return nll, kl
+    return _Sums(nll, kl, right, len(labels))
 
 
-def _probe(model: PreTrainedModel, head: nn.Module, states: Tensor) -> Tensor:
-    return head(states[:PROBE].to(model.device, model.dtype)).float().cpu()
+def _probe(model: PreTrainedModel, head: nn.Module, states: list[Tensor]) -> Tensor:
+    first = next((sequence for sequence in states if len(sequence)), states[0])
+    return head(first[:PROBE].to(model.device, model.dtype)).float().cpu()
 
 
 def _dense_states(model: PreTrainedModel, head: nn.Module | None, reference: DenseReference) -> list[Tensor] | None:
     """Return the dense states if the output embedding still makes the dense model's logits of them."""
     if head is not None:
-        now, then = _probe(model, head, reference.states[0]), reference.probe
+        now, then = _probe(model, head, reference.states), reference.probe
         # Another device rounds differently; 1e-4 of the largest logit is far below what moves a printed KL.
         if now.shape == then.shape and (now - then).abs().max() <= 1e-4 * then.abs().max():
             return reference.states

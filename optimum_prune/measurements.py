@@ -1,5 +1,6 @@
 """Measurements as data, and the table that sets a pruned model beside its dense one."""
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from statistics import median
@@ -51,7 +52,7 @@ class Evaluation:
     Attributes:
         perplexity: `exp(mean negative log-likelihood)` over the predicted tokens.
         kl: `KL(dense || this)` in nats, mean over the same tokens; None where it was not measured.
-        tokens: predicted tokens: all but the first of every sequence.
+        tokens: predicted tokens: all but the first of a sequence of text, all of an answer.
         sequences: sequences of the evaluation data.
         parameters: parameters, tied ones counted once.
         weight_bytes: bytes of the distinct tensors of the state dict, as safetensors stores them.
@@ -59,6 +60,9 @@ class Evaluation:
         threads: CPU threads.
         dtype: of the weights.
         data: `CalibrationData.to_dict()` of the evaluation data.
+        accuracy: share of predicted tokens that have the largest logit.
+        exact_match: share of sequences of which all predicted tokens have it, as greedy generation needs; None where
+            the data is running text, which nothing predicts to the end.
         prefill_ms: median; this and the rest are None until latency is measured.
         decode_ms_per_token: median.
         prefill_tokens: length of the prompt that was timed.
@@ -75,10 +79,17 @@ class Evaluation:
     threads: int
     dtype: str
     data: dict[str, Any]
+    accuracy: float | None = None
+    exact_match: float | None = None
     prefill_ms: float | None = None
     decode_ms_per_token: float | None = None
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-likelihood of a predicted token, in nats."""
+        return math.log(self.perplexity)
 
     @property
     def machine(self) -> str:
@@ -138,8 +149,13 @@ def comparison_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[
     same_run = dense is not None and _run(dense) == _run(pruned)
     rows = []
     for label, name, text, alike in (
-        ("perplexity", "perplexity", _short, same_data),
+        # Of an answer or a caption, the loss is what people know; of running text, the perplexity.
+        ("loss per token", "loss", "{:.4f}".format, same_data)
+        if pruned.data.get("task")
+        else ("perplexity", "perplexity", _short, same_data),
         ("KL(dense || pruned)", "kl", "{:.4f}".format, same_data),
+        ("tokens predicted right", "accuracy", "{:.1%}".format, same_data),
+        ("sequences all right", "exact_match", "{:.1%}".format, same_data),
         ("parameters", "parameters", "{:,}".format, True),
         ("weights", "weight_bytes", megabytes, True),
         (f"prefill of {pruned.prefill_tokens} tokens", "prefill_ms", "{:.1f} ms".format, same_run),

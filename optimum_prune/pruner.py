@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.config import CalibrationConfig, PruningConfig
@@ -13,10 +13,12 @@ from optimum_prune.errors import InvalidConfig
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.integrations.card import inherited_metadata, model_card
 from optimum_prune.integrations.layouts import save_checkpoint
-from optimum_prune.integrations.loading import SHARED_KWARGS, load_model, read_report, same_record, write_report
+from optimum_prune.integrations.loading import load_companions, load_model, read_report, same_record, write_report
 from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Evaluation, check_evaluation, comparison
 from optimum_prune.pipeline import prune
+from optimum_prune.planning.plan import Plan
+from optimum_prune.planning.planner import make_plan
 from optimum_prune.report import PruningReport
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class Pruner:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "Pruner":
-        """Load a model and its tokenizer.
+        """Load a model and its tokenizer, or its processor where it reads images.
 
         Args:
             name_or_path: a Hub id or a local directory.
@@ -60,14 +62,7 @@ class Pruner:
         # Absolute: after a change of directory, a relative path would look like a Hub id.
         name_or_path = str(source or name_or_path)
         model = load_model(name_or_path, **kwargs)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                name_or_path, **{key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
-            )
-        except Exception as error:  # as in `loading`
-            logger.warning("%s has no tokenizer that loads (%s); calibration needs token ids.", name_or_path, error)
-            tokenizer = None
-        pruner = cls(model, tokenizer)
+        pruner = cls(model, *load_companions(model, name_or_path, **kwargs))
         pruner._source = source
         if not pruner.is_pruned:
             pruner._reload_dense = lambda: load_model(name_or_path, **kwargs)
@@ -80,6 +75,15 @@ class Pruner:
         """Whether the model carries the record of a pruning, by this object or an earlier one."""
         return getattr(self.model.config, "pruning_config", None) is not None
 
+    def plan(self, config: PruningConfig, tensor_parallel: int = 1) -> Plan:
+        """Say what `prune(config)` will keep and save, and refuse what it would refuse; changes nothing.
+
+        Args:
+            config: as for `prune`.
+            tensor_parallel: devices among which heads and MLP channels are to be divided.
+        """
+        return make_plan(self.model, config, tensor_parallel, tokenizer=self.tokenizer)
+
     def prune(self, config: PruningConfig) -> PruningReport:
         """Prune `model` in place; see `prune`."""
         self._notice_changes()
@@ -89,7 +93,7 @@ class Pruner:
         return self.report
 
     def evaluate(self, dataset: Any, *, latency: bool = True, **options: Any) -> Evaluation:
-        """Measure perplexity, KL to the dense model, size and latency of `model` as it is now.
+        """Measure perplexity, accuracy, KL to the dense model, size and latency of `model` as it is now.
 
         Before pruning this measures the dense model. After pruning the dense model is measured first, if it was not
         measured on the same data and can be loaded again (it can after `from_pretrained`); both are then timed in turn.
@@ -108,7 +112,7 @@ class Pruner:
             raise InvalidConfig(f"Only language models can be evaluated, and {type(self.model).__name__} is none.")
         self._notice_changes()
         config = CalibrationConfig(dataset, **options)
-        data = load_samples(config, self.model, self.tokenizer, order="first")
+        data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
         name = "pruned" if self.is_pruned else "dense"
         models = {name: self.model}
         if self.is_pruned and (self._reference is None or self._reference.data != data.fingerprint):
@@ -176,6 +180,7 @@ class Pruner:
                     evaluations=self.evaluations,
                     layout=layout,
                     architecture=type(self.model).__name__,
+                    reads_images=self.processor is not None,
                     file_bytes=weight_bytes,
                     card_data=inherited_metadata(self.report.base_model) | (card_data or {}),
                 )

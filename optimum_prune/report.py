@@ -17,22 +17,24 @@ WIDTH = 100
 """Columns that the printed table keeps within."""
 BAR = 10
 """Columns of a bar."""
+GONE = {"layer": "dropped", "attention": "skipped", "mlp": "skipped"}
+"""Kind of layer -> what happened to it where it did not stay."""
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One coupled group, before and after.
+    """One coupled group before and after; or one block, or sub-layer of a block, which is a group of one unit.
 
     Attributes:
-        name: full module path, e.g. `model.layers.3.mlp`.
+        name: full module path, e.g. `model.layers.3.mlp`, before any block was dropped.
         stack: module path of the stack of blocks, e.g. `model.layers`.
-        layer: index of the block in its stack.
+        layer: index of the block in its stack, before any was dropped.
         unit: kind of unit, e.g. `"mlp_channel"`.
         before: units before.
         after: units after.
         kept: sorted indices of the units kept.
-        weights_before: weights of the group before.
-        weights_after: weights of the group after.
+        weights_before: weights in the linears of the group before; biases, norms and embeddings do not count.
+        weights_after: the same after.
     """
 
     name: str
@@ -54,12 +56,12 @@ class PruningReport:
         config: `PruningConfig.to_dict()`.
         model_type: as in the model's config.
         asked: fraction of the targeted weights that should go.
-        asked_per_unit: the same per kind of unit, after gamma has spread it.
+        asked_per_stack: the same by path of the stack and kind of unit, after gamma has spread it.
         groups: the targeted groups.
         parameters_before: parameters of the whole model, tied ones counted once.
         parameters_after: the same, after.
         allocation: the one used; never `"auto"`.
-        gamma: MLP sparsity over attention sparsity; None where the allocation has none.
+        gamma: path of a stack -> MLP sparsity over attention sparsity; None where the allocation has none.
         calibration: `CalibrationData.to_dict()`; None where no data was used.
         seconds: of the whole run.
         versions: library -> version.
@@ -72,12 +74,12 @@ class PruningReport:
     config: dict[str, Any]
     model_type: str
     asked: float
-    asked_per_unit: dict[str, float]
+    asked_per_stack: dict[str, dict[str, float]]
     groups: list[GroupReport]
     parameters_before: int
     parameters_after: int
     allocation: str
-    gamma: float | None
+    gamma: dict[str, float] | None
     calibration: dict[str, Any] | None
     seconds: float
     versions: dict[str, str]
@@ -92,18 +94,24 @@ class PruningReport:
         return _removed(self.groups)
 
     @property
-    def per_unit(self) -> dict[str, dict[str, float]]:
-        """Per kind of unit: `asked` and `achieved` (fractions of its weights), units `before` and `after`."""
-        table = {}
-        for unit in dict.fromkeys(group.unit for group in self.groups):
-            groups = [group for group in self.groups if group.unit == unit]
-            table[unit] = {
-                "asked": self.asked_per_unit[unit],
-                "achieved": _removed(groups),
-                "before": sum(group.before for group in groups),
-                "after": sum(group.after for group in groups),
-            }
+    def per_stack(self) -> dict[str, dict[str, dict[str, float]]]:
+        """By stack and kind of unit: `asked` and `achieved` (fractions of its weights), units `before` and `after`."""
+        table: dict[str, dict[str, dict[str, float]]] = {}
+        for stack, units in self.asked_per_stack.items():
+            for unit, asked in units.items():
+                groups = [group for group in self.groups if (group.stack, group.unit) == (stack, unit)]
+                table.setdefault(stack, {})[unit] = {
+                    "asked": asked,
+                    "achieved": _removed(groups),
+                    "before": sum(group.before for group in groups),
+                    "after": sum(group.after for group in groups),
+                }
         return table
+
+    @property
+    def units(self) -> list[str]:
+        """Kinds of unit, in the order of the groups."""
+        return list(dict.fromkeys(group.unit for group in self.groups))
 
     @property
     def per_layer(self) -> dict[tuple[str, int], dict[str, tuple[int, int]]]:
@@ -115,6 +123,18 @@ class PruningReport:
             after, before = counts.get(group.unit, (0, 0))
             counts[group.unit] = (after + group.after, before + group.before)
         return table
+
+    @property
+    def gone(self) -> dict[str, dict[str, list[int]]]:
+        """Path of a stack -> kind of unit -> blocks that lost all of it: that were dropped, or had a sub-layer skipped.
+
+        The indices are those of the model as it came in.
+        """
+        gone: dict[str, dict[str, list[int]]] = {}
+        for group in self.groups:
+            if group.after == 0:
+                gone.setdefault(group.stack, {}).setdefault(group.unit, []).append(group.layer)
+        return gone
 
     @property
     def fingerprint(self) -> str:
@@ -135,7 +155,7 @@ class PruningReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types. What can be derived is there too, for readers without this package."""
-        derived = {"achieved": self.achieved, "per_unit": self.per_unit, "fingerprint": self.fingerprint}
+        derived = {"achieved": self.achieved, "per_stack": self.per_stack, "fingerprint": self.fingerprint}
         return {"version": VERSION} | asdict(self) | derived
 
     @classmethod
@@ -164,6 +184,8 @@ class PruningReport:
                 "parameters_after": self.parameters_after,
                 "sparsity": self.achieved,
             },
+            "dropped_layers": {stack: units["layer"] for stack, units in self.gone.items() if "layer" in units} or None,
+            "skipped": {stack: units for stack, units in self.gone.items() if "layer" not in units} or None,
             "calibration": data and {"fingerprint": data["fingerprint"], "tokens": data["tokens"]},
             "fingerprint": self.fingerprint,
             "previous": self.previous or None,
@@ -177,7 +199,7 @@ class PruningReport:
 
     def __str__(self) -> str:
         """Return a table: what was asked and achieved, and what each layer kept."""
-        gamma = "" if self.gamma is None else f" {self.gamma:.3g}"
+        gamma = "" if self.gamma is None else " " + describe_gamma(self.gamma)
         change = self.parameters_after / self.parameters_before - 1
         lines = [
             f"{self.config['pattern']}, {self.config['scorer']}, {self.allocation}{gamma}: "
@@ -192,22 +214,44 @@ class PruningReport:
         return "\n".join(row for line in lines for row in _wrap(line))
 
     def _table(self) -> list[str]:
-        units = self.per_unit
-        digits = {unit: len(str(total["before"])) for unit, total in units.items()}
+        per_stack = self.per_stack
+        most = {unit: max(t[unit]["before"] for t in per_stack.values() if unit in t) for unit in self.units}
 
         def count(unit: str, after: float, before: float) -> str:
+            digits = len(str(most[unit]))
             bar = "#" * int(BAR * after / before)  # rounded down: it is full only where nothing went
-            return f"{after:>{digits[unit]}}/{before:<{digits[unit]}} {bar:.<{BAR}}"
+            return f"{after:>{digits}}/{before:<{digits}} {bar:.<{BAR}}"
 
-        rows = [("layer", *units)]
+        def cell(unit: str, after: int, before: int) -> str:
+            if unit in GONE:
+                return "kept" if after else GONE[unit]
+            return count(unit, after, before)
+
+        rows = [("layer", *self.units)]
         for stack, layers in groupby(self.per_layer.items(), key=lambda item: item[0][0]):
+            totals = per_stack[stack]
             rows.append((stack,))
             for (_, layer), counts in layers:
-                rows.append((str(layer), *(count(unit, *counts[unit]) if unit in counts else "" for unit in units)))
-        rows.append(("all", *(count(unit, total["after"], total["before"]) for unit, total in units.items())))
-        for word in ("asked", "achieved"):
-            rows.append((word, *(f"{total[word]:.1%}" for total in units.values())))
+                rows.append((str(layer), *(cell(unit, *counts[unit]) if unit in counts else "" for unit in self.units)))
+            rows.append(
+                (
+                    "all",
+                    *(
+                        count(unit, totals[unit]["after"], totals[unit]["before"]) if unit in totals else ""
+                        for unit in self.units
+                    ),
+                )
+            )
+            for word in ("asked", "achieved"):
+                rows.append((word, *(f"{totals[unit][word]:.1%}" if unit in totals else "" for unit in self.units)))
         return align(rows)
+
+
+def describe_gamma(gamma: dict[str, float]) -> str:
+    """Word the gamma of every stack; a single one needs no name."""
+    if len(gamma) == 1:
+        return f"{next(iter(gamma.values())):.3g}"
+    return ", ".join(f"{ratio:.3g} ({stack})" for stack, ratio in gamma.items())
 
 
 def is_hub_id(name: str) -> bool:

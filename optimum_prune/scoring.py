@@ -1,7 +1,6 @@
 """Scores of units on a live model: the bridge from pure scorers to bound groups."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from transformers import PreTrainedModel
 
 from optimum_prune.binding import BoundGroup, adapter_for, stacks
 from optimum_prune.calibration.data import CalibrationData
-from optimum_prune.calibration.gradients import stream_gradients
+from optimum_prune.calibration.gradients import Place, stream_gradients
 from optimum_prune.errors import UnsupportedModel
 from optimum_prune.scorers.base import Scorer, Statistics, unit_scores
 
@@ -52,32 +51,30 @@ def score_groups(
             raise UnsupportedModel(f"The {scorer.name} scores of {group.name} are not finite.")
         scores[group.name] = total
 
-    def score_block(members: Sequence[BoundGroup], layer: int, gradients: Mapping[nn.Linear, Tensor]) -> None:
-        for group in members:
-            if group.layer == layer:
-                score(group, gradients)
-
     if scorer.objective is None:
         with torch.no_grad():
             for group in groups:
                 score(group, {})
-    else:
-        assert data is not None, "the pruner loads calibration data for every scorer that has an objective"
+        return [scores[group.name] for group in groups]
+
+    assert data is not None, "the pruner loads calibration data for every scorer that has an objective"
+    found = stacks(model, adapter_for(model))
+    index = {stack.path: i for i, stack in enumerate(found)}
+    members: dict[Place, list[BoundGroup]] = {}
+    for group in groups:
+        members.setdefault((index[group.stack], group.layer), []).append(group)
+
+    def score_block(place: Place, gradients: Mapping[nn.Linear, Tensor]) -> None:
+        for group in members.get(place, ()):
+            score(group, gradients)
+
+    stream_gradients(
+        model,
+        {stack.path: list(stack.blocks) for stack in found},
+        {place: [linear for group in here for linear in group.linears] for place, here in members.items()},
         # Any id will do for padding: it is masked in attention, and no statistic looks at it.
-        batches = list(data.batches(batch_size, pad_token_id=0))
-        for path, blocks in stacks(model, adapter_for(model)).items():
-            members = [group for group in groups if group.stack == path]
-            linears = {
-                layer: [linear for group in members if group.layer == layer for linear in group.linears]
-                for layer in {group.layer for group in members}
-            }
-            if members:
-                stream_gradients(
-                    model,
-                    blocks,  # pyright: ignore[reportArgumentType]
-                    linears,
-                    batches,
-                    scorer.objective,
-                    partial(score_block, members),
-                )
+        list(data.batches(batch_size, pad_token_id=0)),
+        scorer.objective,
+        score_block,
+    )
     return [scores[group.name] for group in groups]

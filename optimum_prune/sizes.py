@@ -1,43 +1,66 @@
 """The sizes of a model's blocks: measured on the modules, written into the config, read from it, applied to a skeleton.
 
-A decoder's per-layer sizes live in transformers' own `per_layer_config`; what the plain config can say is said
-there instead, so that plain transformers loads it.
+What the plain config can say is said there, so that plain transformers loads it. Else a decoder's per-layer sizes live
+in transformers' own `per_layer_config`, and those of other stacks in the checkpoint's `quantization_config`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_prune.binding import BoundGroup, bind
-from optimum_prune.errors import CheckpointError
-from optimum_prune.surgery import slice_
+from optimum_prune.adapters.base import Stack
+from optimum_prune.binding import BoundGroup, adapter_for, bind, stacks
+from optimum_prune.configs import (
+    COMPACT,
+    METHOD,
+    PER_LAYER,
+    assign,
+    block,
+    block_method,
+    forget_quantizer_,
+    layer_types,
+    make_plain_,
+    stack_config,
+    stack_configs,
+)
+from optimum_prune.errors import CheckpointError, UnsupportedModel
+from optimum_prune.skipping import SKIP, skipped, why_not_skip
+from optimum_prune.surgery import skip_, slice_
 
 if TYPE_CHECKING:
     # Not at run time: importing transformers' models registers the plugin, and the plugin needs this file.
     from transformers import PreTrainedConfig, PreTrainedModel
 
-METHOD = "optimum_prune"
-COMPACT = {
-    "quant_method": METHOD,
-    "version": 1,
-    "layout": "compact",
-    "hint": "pip install optimum-prune, then `import optimum_prune` before from_pretrained",
-}
-"""The `quantization_config` block of a compact checkpoint: it makes transformers call the plugin, and says no more."""
-
-Sizes = dict[int, dict[str, int]]
-"""Layer -> config attribute -> count."""
+Sizes = dict[str, dict[int, dict[str, Any]]]
+"""Declared path of a stack -> layer -> config attribute -> count; under `SKIP`, the sub-layers that are skipped."""
 
 
 def measure(model: PreTrainedModel) -> Sizes:
-    """Measure the counts of every layer on the live modules."""
-    sizes: Sizes = {}
+    """Measure every layer on the live modules: its counts, and what is skipped in it.
+
+    Raises:
+        UnsupportedModel: groups differ that have to keep the same number of units.
+    """
+    sizes: Sizes = {
+        found.stack.path: {
+            layer: {SKIP: kinds} if (kinds := skipped(found.stack, block)) else {}
+            for layer, block in enumerate(found.blocks)
+        }
+        for found in stacks(model, adapter_for(model))
+    }
     for group in bind(model):
-        sizes.setdefault(group.layer, {}).update(group.counts())
+        counts = sizes[group.declared.path][group.layer]
+        for attribute, count in group.counts().items():
+            if counts.setdefault(attribute, count) != count:
+                raise UnsupportedModel(
+                    f"{group.name} has {count} {group.unit}s, but another group of its block has {counts[attribute]}; "
+                    f"the config counts both by {attribute}."
+                )
+        _check_tie(group, sizes[group.declared.path][0])
     return sizes
 
 
@@ -54,21 +77,34 @@ def describe_(model: PreTrainedModel) -> str:
         # The weights are plain (`bind` has seen to it), so the block speaks of the file that they came from: a GGUF.
         delattr(model.config, "quantization_config")
         forget_quantizer_(model)
-    _plain_(model.config)
-    uniform = _uniform(sizes)
+    declared = _declared(model)
+    make_plain_(model.config, declared)
+    uniform = _uniform(declared, sizes)
     if uniform is not None and why_not_stock(model) is None:
-        _set(model.config.get_text_config(), uniform | _unit_sizes(bound))
+        for stack in declared:
+            assign(stack_configs(model, stack), uniform[stack.config] | _unit_sizes(bound, stack))
         return "stock"
-    config = model.config.get_text_config()
-    _set(config, _unit_sizes(bound) | _widest(bound, sizes))
-    overrides = {
-        layer: {name: count for name, count in counts.items() if getattr(config, name) != count}
-        for layer, counts in sizes.items()
-    }
-    # In this order: with the flag unset, setting per-layer heads makes Llama's own validation of its config raise.
-    config.allow_global_per_layer_attribute_access = True
-    config.per_layer_config = {layer: counts for layer, counts in overrides.items() if counts}
-    model.config.quantization_config = dict(COMPACT)
+    widest = _widest(bound, sizes)
+    for stack in declared:
+        assign(stack_configs(model, stack), _unit_sizes(bound, stack) | widest[stack.config])
+    plugin: dict[str, Any] = dict(COMPACT)
+    for stack in declared:
+        config = stack_config(model.config, stack)
+        overrides = {
+            layer: {name: count for name, count in counts.items() if name == SKIP or getattr(config, name) != count}
+            for layer, counts in sizes[stack.path].items()
+        }
+        overrides = {layer: counts for layer, counts in overrides.items() if counts}
+        if not overrides:
+            continue
+        if stack.layer_sizes == "quantization_config":
+            layers = {str(layer): counts for layer, counts in overrides.items()}  # as JSON will have it
+            plugin.setdefault(PER_LAYER, {})[stack.path] = layers
+        else:
+            # In this order: with the flag unset, setting per-layer heads makes Llama's own validation raise.
+            config.allow_global_per_layer_attribute_access = True
+            config.per_layer_config = overrides
+    model.config.quantization_config = plugin
     return "compact"
 
 
@@ -77,14 +113,15 @@ def why_not_stock(model: PreTrainedModel) -> str | None:
 
     The class is asked: it builds a skeleton from the plain config, on the meta device, and shapes are compared.
     """
-    sizes = measure(model)
-    uniform = _uniform(sizes)
+    declared, sizes = _declared(model), measure(model)
+    uniform = _uniform(declared, sizes)
     if uniform is None:
-        return "layers differ in " + ", ".join(_differing(sizes))
+        return _why_uneven(declared, sizes)
     config = copy.deepcopy(model.config)
-    _plain_(config)
+    make_plain_(config, declared)
     try:
-        _set(config.get_text_config(), uniform | _unit_sizes(bind(model)))
+        for stack in declared:
+            assign([stack_config(config, stack)], uniform[stack.config] | _unit_sizes(bind(model), stack))
         skeleton = build_skeleton(type(model), type(config).from_dict(config.to_dict()))
     except Exception as error:  # a class may refuse a config in any way it likes; each one means "cannot say this"
         return str(error).strip().splitlines()[-1]
@@ -99,11 +136,11 @@ def resize_(model: PreTrainedModel) -> None:
     """Shrink a skeleton, as the class builds it, to the per-layer sizes in its config. No-op where already right.
 
     Raises:
-        CheckpointError: the config asks for sizes that no slicing can give.
+        CheckpointError: the config asks for sizes that no slicing can give, or skips what has to stay.
     """
-    layers = model.config.get_text_config().per_layer_config
+    _skip_as_told(model)
     for group in bind(model):
-        wanted = {name: getattr(layers[group.layer], name) for name in group.group.counts}
+        wanted = {name: _size(model.config, group.declared, group.layer, name) for name in group.group.counts}
         units = next(iter(wanted.values()))
         if 0 < units < group.num_units:
             slice_(group, range(units))
@@ -120,54 +157,76 @@ def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         return model_class(config)
 
 
-def forget_quantizer_(model: PreTrainedModel) -> None:
-    """Make a model whose weights are plain an ordinary one again; `config.quantization_config` is left alone.
-
-    With `hf_quantizer` kept, `save_pretrained(state_dict=...)` would silently ignore the dict it is given.
-    """
-    for attribute in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, attribute):
-            delattr(model, attribute)
-    setattr(model, "is_quantized", False)  # noqa: B010 - an attribute that transformers declares nowhere
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            config.__dict__.pop("_is_quantized", None)
+def _skip_as_told(model: PreTrainedModel) -> None:
+    for found in stacks(model, adapter_for(model)):
+        kinds = layer_types(stack_config(model.config, found.stack))
+        for layer, module in enumerate(found.blocks):
+            told = set(_size(model.config, found.stack, layer, SKIP, []))
+            for kind in told.difference(skipped(found.stack, module)):
+                if reason := why_not_skip(found.stack, kinds, layer, kind):
+                    raise CheckpointError(
+                        f"config.json skips the {kind} of {found.path}.{layer}, which is not possible: {reason}."
+                    )
+                skip_(model, found, layer, kind)
 
 
-def block_method(config: PreTrainedConfig) -> str | None:
-    """Name of the method in `config.quantization_config`, a dict or an object, if there is one."""
-    block = getattr(config, "quantization_config", None)
-    return block.get("quant_method") if isinstance(block, dict) else getattr(block, "quant_method", None)
+def _size(config: PreTrainedConfig, stack: Stack, layer: int, name: str, *default: Any) -> Any:
+    """Read what the config says of a layer."""
+    own: Any = stack_config(config, stack)
+    if stack.layer_sizes == "per_layer_config":
+        return getattr(own.per_layer_config[layer], name, *default)
+    written = block(config).get(PER_LAYER, {}).get(stack.path, {}).get(str(layer), {})
+    return written[name] if name in written else getattr(own, name, *default)
 
 
-def _uniform(sizes: Sizes) -> dict[str, int] | None:
-    first = next(iter(sizes.values()))
-    return first if all(counts == first for counts in sizes.values()) else None
+def _declared(model: PreTrainedModel) -> list[Stack]:
+    return [found.stack for found in stacks(model, adapter_for(model))]
 
 
-def _differing(sizes: Sizes) -> list[str]:
-    return [name for name in sizes[0] if len({counts[name] for counts in sizes.values()}) > 1]
+def _check_tie(group: BoundGroup, first: Mapping[str, int]) -> None:
+    attribute, count = next(iter(group.counts().items()))
+    if group.group.tied and first[attribute] != count:
+        raise UnsupportedModel(
+            f"{group.name} has {count} {group.unit}s, but block 0 has {first[attribute]}: every block of "
+            f"{group.stack} has to keep the same number, since they share what block 0 computes per head."
+        )
 
 
-def _widest(bound: Sequence[BoundGroup], sizes: Sizes) -> dict[str, int]:
-    names = {name for group in bound if not group.group.keep_global for name in group.group.counts}
-    return {name: max(counts[name] for counts in sizes.values()) for name in names}
+def _uniform(declared: Sequence[Stack], sizes: Sizes) -> dict[str, dict[str, int]] | None:
+    """Return the counts by sub-config, if all layers of all stacks that share one agree."""
+    uniform: dict[str, dict[str, int]] = {}
+    for stack in declared:
+        counts = list(sizes[stack.path].values())
+        if any(SKIP in other or other != uniform.setdefault(stack.config, counts[0]) for other in counts):
+            return None
+    return uniform
 
 
-def _unit_sizes(bound: Sequence[BoundGroup]) -> dict[str, int]:
-    return {group.group.unit_size_key: group.unit_size for group in bound if group.group.unit_size_key}
+def _why_uneven(declared: Sequence[Stack], sizes: Sizes) -> str:
+    """Say in which counts layers differ, and what is skipped in them."""
+    seen: dict[tuple[str, str], set[int]] = {}
+    skips: list[str] = []
+    for stack in declared:
+        for layer, counts in sizes[stack.path].items():
+            skips += [f"the {kind} of {stack.path}.{layer} is skipped" for kind in counts.get(SKIP, ())]
+            for name, count in counts.items():
+                if name != SKIP:
+                    seen.setdefault((stack.config, name), set()).add(count)
+    differing = [name for (_, name), found in seen.items() if len(found) > 1]
+    return "; ".join([f"layers differ in {', '.join(differing)}"] * bool(differing) + skips)
 
 
-def _plain_(config: PreTrainedConfig) -> None:
-    """Take everything compact out of a config; its global counts are read and written freely after this."""
-    text = config.get_text_config()
-    text.per_layer_config = None
-    text.__dict__.pop("allow_global_per_layer_attribute_access", None)
-    if block_method(config) == METHOD:
-        delattr(config, "quantization_config")
+def _widest(bound: Sequence[BoundGroup], sizes: Sizes) -> dict[str, dict[str, int]]:
+    """Return, by sub-config, the largest count of every attribute that may be written globally."""
+    widest: dict[str, dict[str, int]] = {}
+    for group in bound:
+        counts = widest.setdefault(group.declared.config, {})
+        if not group.group.keep_global:
+            for name in group.group.counts:
+                counts[name] = max(counts.get(name, 0), sizes[group.declared.path][group.layer][name])
+    return widest
 
 
-def _set(config: PreTrainedConfig, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(config, name, value)
+def _unit_sizes(bound: Sequence[BoundGroup], stack: Stack) -> dict[str, int]:
+    members = [group for group in bound if group.declared is stack and group.group.unit_size_key]
+    return {str(group.group.unit_size_key): group.unit_size for group in members}

@@ -1,12 +1,21 @@
-"""The only code that cuts: slice the units of a bound group out of its linears."""
+"""The only code that cuts: slice units out of the linears of a group, drop blocks, skip sub-layers."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from optimum_prune.binding import BoundGroup
+from optimum_prune.binding import BoundGroup, BoundStack, adapter_for, stacks
+from optimum_prune.configs import keep_layers_, layer_types, stack_config, stack_configs
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.skipping import STAND_INS, leaders, skipped, why_not_skip
+
+if TYPE_CHECKING:
+    # Not at run time: importing transformers' models registers the plugin, and the plugin needs this file.
+    from transformers import PreTrainedModel
 
 
 def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:
@@ -27,6 +36,7 @@ def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:
     if len(kept) == units:
         return
     widths = {linear: linear.weight.shape[0] for linear in group.writers}
+    tables = group.tables
     # All indices are computed before the first cut: num_units is read off the linears that are about to change.
     for linear, rows in widths.items():
         index = _positions(kept, units, rows)
@@ -38,11 +48,83 @@ def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:
         index = _positions(kept, units, linear.weight.shape[1])
         linear.weight = _cut(linear.weight, 1, index)
         linear.in_features = len(index)
+    for table in tables:
+        table.weight = _cut(table.weight, 1, kept)
+        table.embedding_dim = len(kept)
     repeats = dict.fromkeys(group.group.width_attributes, group.writers[0].out_features)
     repeats |= dict.fromkeys(group.group.unit_attributes, group.num_units)
     for path, value in repeats.items():
         parent, _, attribute = path.rpartition(".")
         setattr(group.block.get_submodule(parent), attribute, value)
+
+
+def drop_(model: PreTrainedModel, found: BoundStack, kept: Sequence[int]) -> None:
+    """Keep some blocks of a stack and drop the rest, in place, and make the configs count them.
+
+    The result equals the old model with the output projections of the dropped blocks set to zero (where norms come
+    first). Call `describe_` afterwards: sizes that differ by layer are still written under the old numbers.
+
+    Args:
+        model: holds the stack.
+        found: any stack of `model` that has a `depth`.
+        kept: sorted indices of the blocks to keep, at least one.
+    """
+    blocks, stack, kept = found.blocks, found.stack, list(kept)
+    own = stack_config(model.config, stack)
+    if stack.depth is None:
+        raise InvalidConfig(
+            f"Blocks of {found.path} cannot be dropped: other parts of the model count on their places."
+        )
+    if not kept or kept != sorted({*kept} & {*range(len(blocks))}):
+        raise InvalidConfig(
+            f"{found.path} has blocks 0 to {len(blocks) - 1}; kept must be sorted, unique and not empty."
+        )
+    for layer, kind in leaders(layer_types(own, kept)).items():
+        if "attention" in skipped(stack, blocks[kept[layer]]):
+            raise InvalidConfig(
+                f"{found.path}.{kept[layer]} would become the first block with {kind}, but its attention is skipped: "
+                "generation reads the number of cached tokens there. Keep an earlier block."
+            )
+    if kept[0] != 0:
+        _move_first_(stack.first, blocks[0], blocks[kept[0]])
+    for layer in reversed(range(len(blocks))):
+        if layer not in kept:
+            del blocks[layer]
+    for layer, block in enumerate(blocks):
+        for module in block.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = layer  # pyright: ignore[reportArgumentType]
+    keep_layers_(stack_configs(model, stack), stack, kept)
+    for other in stacks(model, adapter_for(model)):
+        # T5's stacks hold copies of the config, and each copy counts its own stack by the name of the encoder's depth.
+        config = getattr(model.get_submodule(other.path.rpartition(".")[0]), "config", None)
+        if config is not None and config is not stack_config(model.config, other.stack):
+            config.num_hidden_layers = len(other.blocks)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def skip_(model: PreTrainedModel, found: BoundStack, layer: int, kind: str) -> None:
+    """Take a sub-layer out of a block, in place. Call `describe_` afterwards.
+
+    The result equals the old model with the output projection of the sub-layer set to zero. Its norm stays.
+
+    Args:
+        model: holds the stack.
+        found: a stack of `model`.
+        layer: index of the block.
+        kind: `"attention"` or `"mlp"`.
+    """
+    if reason := why_not_skip(found.stack, layer_types(stack_config(model.config, found.stack)), layer, kind):
+        raise InvalidConfig(f"The {kind} of {found.path}.{layer} cannot be skipped: {reason}.")
+    parent, _, name = found.stack.sublayers[kind].rpartition(".")
+    owner = found.blocks[layer].get_submodule(parent)
+    setattr(owner, name, STAND_INS[kind]().train(getattr(owner, name).training))
+
+
+def _move_first_(first: Mapping[str, tuple[str, ...]], old: nn.Module, new: nn.Module) -> None:
+    """Give the new first block what only a first block has."""
+    for path, attributes in first.items():
+        for attribute in attributes:
+            setattr(new.get_submodule(path), attribute, getattr(old.get_submodule(path), attribute))
 
 
 def _positions(kept: Tensor, units: int, width: int) -> Tensor:

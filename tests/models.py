@@ -5,9 +5,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import (
+    CLIPVisionConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
@@ -17,7 +25,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
+
+IMAGE_TOKEN = 95
+PATCHES = 4
 
 SHAPES = {
     "llama-gqa": {},
@@ -68,6 +81,51 @@ def opt(seed: int = 0, **changes) -> OPTForCausalLM:
     return _build(OPTForCausalLM, config, seed)
 
 
+def gemma2(seed: int = 0, **changes) -> Gemma2ForCausalLM:
+    """Return a random Gemma 2 of the same shape: norms behind sub-layers, every second window short, capped logits."""
+    return _build(Gemma2ForCausalLM, Gemma2Config(**_BASE | {"head_dim": 8, "sliding_window": 8} | changes), seed)
+
+
+def gemma3(seed: int = 0, **changes) -> Gemma3ForCausalLM:
+    """Return a random Gemma 3 of the same shape, without its tower."""
+    config = Gemma3TextConfig(**_BASE | {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2} | changes)
+    return _build(Gemma3ForCausalLM, config, seed)
+
+
+def t5(seed: int = 0, **changes) -> T5ForConditionalGeneration:
+    """Return a random T5: 3 + 3 layers, hidden 32, MLP 48, 8 heads of 6, vocabulary 96."""
+    shape = {
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_kv": 6,
+        "d_ff": 48,
+        "num_layers": 3,
+        "num_heads": 8,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 16,
+        "decoder_start_token_id": 0,
+        "eos_token_id": 2,
+        "dropout_rate": 0.1,
+    }
+    return _build(T5ForConditionalGeneration, T5Config(**shape | changes), seed)
+
+
+def llava(seed: int = 0, text: Any = None, **changes) -> LlavaForConditionalGeneration:
+    """Return a random LLaVA: a CLIP tower of 3 layers that makes 4 patches of a picture, and the Llama above."""
+    vision = CLIPVisionConfig(
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+        initializer_range=0.3,
+    )
+    text = LlamaConfig(**_BASE) if text is None else text
+    changes = {"image_token_index": IMAGE_TOKEN, "image_seq_length": PATCHES, "pad_token_id": 0} | changes
+    return _build(LlavaForConditionalGeneration, LlavaConfig(vision_config=vision, text_config=text, **changes), seed)
+
+
 VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()} | {
     "mistral": mistral,
     "qwen2": qwen2,
@@ -77,6 +135,13 @@ VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()}
     "qwen3": qwen3,
     "opt": opt,
     "opt-350m": partial(opt, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "t5": t5,
+    "t5-gated": partial(
+        t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_layers=4, num_decoder_layers=3
+    ),
+    "llava": llava,
 }
 """Name -> what builds it. Every adapter needs a model of its type here: the contract tests run over these."""
 
@@ -90,6 +155,27 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 0, vocabulary: int = 96
     """Return random token ids, `(batch, length) int64`, none of them the padding id 0."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocabulary, (batch, length), generator=generator)
+
+
+def inputs(model: PreTrainedModel, batch: int = 2, length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return what a forward of any variant takes; no padding, and an image in every sample of a LLaVA."""
+    if model.config.is_encoder_decoder:
+        answer = tokens(batch, length - 3, seed + 1)
+        return {"input_ids": tokens(batch, length, seed), "decoder_input_ids": answer}
+    if not hasattr(model.config, "vision_config"):
+        return {"input_ids": tokens(batch, length, seed)}
+    ids = tokens(batch, length, seed, vocabulary=IMAGE_TOKEN)
+    ids[:, 6 : 6 + PATCHES] = IMAGE_TOKEN
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": ids, "pixel_values": torch.randn(batch, 3, 16, 16, generator=generator)}
+
+
+def source(model: PreTrainedModel, samples: int = 4, length: int = 12) -> Any:
+    """Return a calibration source for any variant: token ids, or pairs of them for an encoder-decoder."""
+    ids = [tokens(1, length, seed=i, vocabulary=90)[0].tolist() for i in range(samples)]
+    if not model.config.is_encoder_decoder:
+        return ids
+    return Dataset.from_dict({"input_ids": ids, "labels": [row[2:] for row in reversed(ids)]})
 
 
 _BASE: dict[str, Any] = {

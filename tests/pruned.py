@@ -11,11 +11,16 @@ CHANNELS_REMOVED = (5, 9, 20)
 
 
 def unevenly(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
-    """Cut three layers to three odd MLP widths, and to as many different KV-group counts as there are."""
+    """Cut layers to different odd MLP widths, and to as many different KV-group counts as there are.
+
+    Heads that are tied across a stack differ from stack to stack.
+    """
 
     def kept(group):
         if group.unit == "mlp_channel":
-            return group.num_units - CHANNELS_REMOVED[group.layer]
+            return group.num_units - CHANNELS_REMOVED[group.layer % 3]
+        if group.group.tied:
+            return group.num_units - (1 if group.declared.name == "encoder" else 3)
         return max(1, group.num_units - group.layer)
 
     return _cut(model, kept, seed)
@@ -24,20 +29,25 @@ def unevenly(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
 def uniformly(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
     """Cut every layer to 8 MLP channels less and half of its KV groups: counts that the plain config can say.
 
-    OPT keeps its heads: whatever their number, its class divides hidden_size among them.
+    OPT and CLIP keep their heads: whatever their number, their classes divide hidden_size among them.
     """
 
     def kept(group):
         if group.unit == "mlp_channel":
             return group.num_units - 8
-        return group.num_units if model.config.model_type == "opt" else -(-group.num_units // 2)
+        derived = group.group.keep_global and "num_key_value_heads" not in group.group.counts
+        return group.num_units if derived else -(-group.num_units // 2)
 
     return _cut(model, kept, seed)
 
 
 def _cut(model, kept, seed):
     generator = torch.Generator().manual_seed(seed)
+    tied = {}
     for group in bind(model):
-        slice_(group, torch.randperm(group.num_units, generator=generator)[: kept(group)].sort().values)
+        drawn = torch.randperm(group.num_units, generator=generator)[: kept(group)].sort().values
+        if group.group.tied == "units":
+            drawn = tied.setdefault(group.stack, drawn)
+        slice_(group, drawn)
     describe_(model)
     return model

@@ -13,8 +13,8 @@ from optimum_prune import PruningConfig, registry
 from optimum_prune.allocation import Budget, Size, budgets, choose, coupled_sparsities, gamma_auto
 from optimum_prune.binding import bind
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.pipeline import _allocation
 from optimum_prune.sizes import build_skeleton
+from optimum_prune.structured import find_targets
 
 LLAMA_8B = LlamaConfig(
     num_hidden_layers=32,
@@ -52,12 +52,6 @@ def from_config(config):
     ]
 
 
-def from_model(config):
-    """Bind the same model on the meta device."""
-    bound = bind(build_skeleton(LlamaForCausalLM, config))
-    return bound, [Size(group.name, group.unit, group.num_units, group.weights) for group in bound]
-
-
 def channels(*numbers):
     return [Size(f"layers.{i}.mlp", "mlp_channel", number, 96 * number) for i, number in enumerate(numbers)]
 
@@ -87,13 +81,15 @@ class TestPublishedNumbers:
 
     @pytest.mark.parametrize(("config", "gamma"), [(LLAMA_8B, 3.36), (LLAMA_3B, 3.0)], ids=["8B", "3B"])
     def test_gamma_auto(self, config, gamma):
-        bound, sizes = from_model(config)
+        skeleton = build_skeleton(LlamaForCausalLM, config)
+        sizes = [Size(group.name, group.unit, group.num_units, group.weights) for group in bind(skeleton)]
         assert [(s.unit, s.num_units, s.weights) for s in sizes] == [
             (s.unit, s.num_units, s.weights) for s in from_config(config)
         ]
         ntk = registry.load("scorers", "ntk")
-        allocation, value = _allocation(PruningConfig(sparsity=0.2), ntk, bound)
-        assert allocation == "gamma" and value == pytest.approx(gamma, rel=1e-14)
+        targets = find_targets(skeleton, PruningConfig(sparsity=0.2), ntk)
+        assert targets.allocation == "gamma"
+        assert targets.gamma == {"model.layers": pytest.approx(gamma, rel=1e-14)}
 
     @pytest.mark.parametrize(("config", "gamma", "sparsity", "attention", "mlp"), TABLE)
     @pytest.mark.parametrize("given", ["published gamma", "gamma auto"])

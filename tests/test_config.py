@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimum_prune import registry
-from optimum_prune.config import IN_MEMORY, UNITS, CalibrationConfig, PruningConfig, read_recipe
+from optimum_prune.config import IN_MEMORY, LAYER_UNITS, UNITS, CalibrationConfig, PruningConfig, read_recipe
 from optimum_prune.errors import InvalidConfig
 
 # Strategies
@@ -36,6 +36,8 @@ CALIBRATIONS = st.builds(
     seed=SEEDS,
     split=NAMES,
     text_column=st.none() | NAMES,
+    target_column=st.none() | NAMES,
+    image_column=st.none() | NAMES,
 )
 
 
@@ -59,7 +61,25 @@ def prunings(draw: st.DrawFn) -> PruningConfig:
     )
 
 
-CONFIGS = CALIBRATIONS | prunings()
+@st.composite
+def depth_prunings(draw: st.DrawFn) -> PruningConfig:
+    sublayers = st.lists(st.sampled_from(["attention", "mlp"]), min_size=1, unique=True)
+    return PruningConfig(
+        pattern="layers",
+        scorer=draw(st.sampled_from(["block_influence", "random"])),
+        sparsity=draw(st.floats(min_value=0, max_value=1, exclude_max=True)),
+        allocation=draw(st.sampled_from(["auto", "global"])),
+        units=draw(st.none() | st.just(["layer"]) | sublayers),
+        include=draw(PATTERNS),
+        exclude=draw(PATTERNS),
+        keep_first=draw(st.integers(min_value=0, max_value=2**40)),
+        keep_last=draw(st.integers(min_value=0, max_value=2**40)),
+        calibration=draw(CALIBRATIONS),
+        seed=draw(SEEDS),
+    )
+
+
+CONFIGS = CALIBRATIONS | prunings() | depth_prunings()
 UNTIMED = settings(deadline=None)  # a busy machine is no failure
 
 
@@ -137,10 +157,28 @@ def test_defaults():
         include=None,
         exclude=None,
         round_to=8,
-        calibration=CalibrationConfig("self", 32, None, 4, 0, "train", None),
+        calibration=CalibrationConfig("self", 32, None, 4, 0, "train", None, None, None),
         seed=0,
     )
     assert PruningConfig.quant_method == "optimum_prune"
+
+
+def test_defaults_of_layers():
+    assert pruning(pattern="layers") == pruning(
+        pattern="layers", scorer="block_influence", units=None, keep_first=1, keep_last=1
+    )
+
+
+@pytest.mark.parametrize(("pattern", "scorer"), [("structured", "ntk"), ("layers", "block_influence")])
+def test_the_recommended_scorer_is_written_by_name(pattern, scorer):
+    for options in ({}, {"scorer": None}):
+        config = pruning(pattern=pattern, **options)
+        assert config.scorer == config.to_dict()["scorer"] == scorer
+
+
+@pytest.mark.parametrize("units", [*LAYER_UNITS, ["attention", "mlp"]])
+def test_units_of_layers(units):
+    assert pruning(pattern="layers", units=units).units == ([units] if isinstance(units, str) else units)
 
 
 def test_nothing_removed_is_legal():
@@ -286,21 +324,17 @@ def loosely(message: str) -> str:
             {"pattern": "2:4", "sparsity": 0.9},
             "sparsity=0.9 conflicts with pattern '2:4', which removes exactly 2 of .*; leave sparsity out.",
         ),
-        ({"pattern": "2:4", "sparsity": 0.5}, "pattern '2:4' is not available .*; available: 'structured'."),
-        ({"pattern": "2:4", "sparsity": None}, "pattern '2:4' is not available .*; available: 'structured'."),
-        ({"pattern": "unstructured"}, "pattern 'unstructured' is not available .*; available: 'structured'."),
-        (
-            {"pattern": "layers"},
-            "pattern 'layers' is not available in this version; available: 'structured'.",
-        ),
+        ({"pattern": "2:4", "sparsity": 0.5}, "pattern '2:4' is not available .*; available: 'structured', 'layers'."),
+        ({"pattern": "2:4", "sparsity": None}, "pattern '2:4' is not available .*; available: 'structured', 'layers'."),
+        ({"pattern": "unstructured"}, "pattern 'unstructured' is not available .*; available: 'structured', 'layers'."),
         (
             {"pattern": "structurd"},
-            "Unknown pattern 'structurd'; supported: 'structured'. Did you mean 'structured'?",
+            "Unknown pattern 'structurd'; supported: 'structured', 'layers'. Did you mean 'structured'?",
         ),
-        ({"pattern": "2:4:8"}, "Unknown pattern '2:4:8'; supported: 'structured'."),
+        ({"pattern": "2:4:8"}, "Unknown pattern '2:4:8'; supported: 'structured', 'layers'."),
         ({"pattern": 124}, 'pattern must be a string (in YAML, quote it: "2:4"), got 124.'),
         ({"scorer": "magnitud"}, "Unknown scorer 'magnitud'; supported: .*. Did you mean 'magnitude'?"),
-        ({"scorer": None}, "Unknown scorer None; supported: .*."),
+        ({"scorer": 3}, "Unknown scorer 3; supported: .*."),
         (
             {"allocation": "globl"},
             "Unknown allocation 'globl'; supported: 'auto', .*. Did you mean 'global'?",
@@ -324,6 +358,40 @@ def loosely(message: str) -> str:
         ({"exclude": ["a", ""]}, "exclude must be None or a non-empty list of glob patterns, got ['a', '']."),
         ({"exclude": {"a": 1}}, "exclude must be None or a non-empty list of glob patterns, got {'a': 1}."),
         ({"exclude": [np.arange(3)]}, "exclude must be None or a non-empty list of glob patterns, got .*"),
+        (
+            {"units": ["layer"]},
+            "units=['layer'] do not go with pattern 'structured', whose units are 'kv_group', 'mlp_channel'.",
+        ),
+        (
+            {"pattern": "layers", "units": ["attention", "kv_group"]},
+            "units=['attention', 'kv_group'] do not go with pattern 'layers', whose units are 'layer', .*",
+        ),
+        (
+            {"pattern": "layers", "units": ["layer", "mlp"]},
+            "units=['layer', 'mlp'] would remove blocks and parts of them at once. Drop 'layer' first, then skip .*",
+        ),
+        ({"pattern": "layers", "units": ["atention"]}, "Unknown unit 'atention'; .* Did you mean 'attention'?"),
+        (
+            {"pattern": "layers", "round_to": 4},
+            "round_to=4 has no meaning with pattern 'layers': only whole blocks or sub-layers go.",
+        ),
+        (
+            {"pattern": "layers", "gamma": 2.0},
+            "gamma=2.0 has no meaning with pattern 'layers': attention and MLPs lose the same fraction of .*",
+        ),
+        (
+            {"pattern": "layers", "allocation": "uniform"},
+            "allocation='uniform' has no meaning with pattern 'layers': .* leave it out, or use 'global'.",
+        ),
+        ({"pattern": "layers", "allocation": "gamma"}, "allocation='gamma' has no meaning with pattern 'layers'"),
+        (
+            {"keep_first": 2},
+            "keep_first=2 has no meaning with pattern 'structured': every block keeps some of its units.",
+        ),
+        ({"keep_last": 0}, "keep_last=0 has no meaning with pattern 'structured'"),
+        ({"pattern": "layers", "keep_first": -1}, "keep_first must be an integer >= 0, got -1."),
+        ({"pattern": "layers", "keep_last": True}, "keep_last must be an integer >= 0, got True."),
+        ({"pattern": "layers", "sparsity": None}, "sparsity is required"),
         ({"round_to": 0}, "round_to must be an integer >= 1, got 0."),
         ({"round_to": 8.0}, "round_to must be an integer >= 1, got 8.0."),
         ({"round_to": None}, "round_to must be an integer >= 1, got None."),
@@ -357,6 +425,8 @@ def test_pruning_values(changes, message):
         ({"split": ""}, "split must be a non-empty string, got ''."),
         ({"split": None}, "split must be a non-empty string, got None."),
         ({"text_column": 3}, "text_column must be a non-empty string, got 3."),
+        ({"target_column": ""}, "target_column must be a non-empty string, got ''."),
+        ({"image_column": ["image"]}, "image_column must be a non-empty string, got ['image']."),
         ({"sample": 8}, "Unknown CalibrationConfig field 'sample'; supported: 'source', .*"),
     ],
 )

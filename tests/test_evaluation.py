@@ -6,7 +6,9 @@ import math
 import struct
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.errors import CalibrationError
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model, weight_bytes
 from optimum_prune.metrics import KLDivergence, Perplexity
-from tests.models import SHAPES, llama, mistral, tokens
+from tests.models import IMAGE_TOKEN, SHAPES, VARIANTS, inputs, llama, mistral, tokens
 
 
 def samples(*lengths: int, vocabulary: int = 96) -> CalibrationData:
@@ -298,3 +300,95 @@ def test_size_is_that_of_the_file(tmp_path: Path, tied, dtype):
     assert measured.weight_bytes == len(raw) - header
     shapes = [entry["shape"] for key, entry in json.loads(raw[8:header]).items() if key != "__metadata__"]
     assert measured.parameters == sum(math.prod(shape) for shape in shapes)
+
+
+def task_data(model: PreTrainedModel, lengths: tuple[int, ...] = (12, 11, 12)) -> CalibrationData:
+    """Return what a T5 should answer, or what a LLaVA should say of its pictures."""
+    rows = [inputs(model, 1, length, seed) for seed, length in enumerate(lengths)]
+    ids = [row["input_ids"][0] for row in rows]
+    if model.config.is_encoder_decoder:
+        answers = [row["decoder_input_ids"][0][: 5 + i] for i, row in enumerate(rows)]
+        return CalibrationData(ids, 12, "pairs", targets=answers, start=0, task="pairs")
+    pixels = [row["pixel_values"] for row in rows]
+    return CalibrationData(ids, 12, "pictures", images=pixels, image_token=IMAGE_TOKEN, task="image-text")
+
+
+def task_log_probabilities(model: PreTrainedModel, data: CalibrationData, i: int) -> list[tuple[int, list[float]]]:
+    """Return every predicted token of a sample, with its distribution, from a forward of its own."""
+    ids = data.samples[i][None]
+    with torch.no_grad():
+        if data.targets is not None:
+            labels = data.targets[i].tolist()
+            answer = torch.tensor([[0, *labels[:-1]]])
+            logits = model(input_ids=ids, decoder_input_ids=answer).logits[0]
+        else:
+            assert data.images is not None
+            labels = ids[0, 1:].tolist()
+            logits = model(input_ids=ids, pixel_values=data.images[i]).logits[0, :-1]
+    rows = logits.double().log_softmax(-1).tolist()
+    return [(label, row) for label, row in zip(labels, rows, strict=True) if label != data.image_token]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("name", ["t5", "t5-gated", "llava"])
+def test_answers_and_captions_against_loops(name, batch_size):
+    model = VARIANTS[name]()
+    pruned, data = pruned_copy(model), task_data(model)
+    for parameter in (p for n, p in pruned.named_parameters() if n.endswith("wo.weight")):
+        parameter.data[:, ::2] = 0
+    nll = kl = right = whole = 0.0
+    count = 0
+    for i in range(len(data.samples)):
+        q, p = task_log_probabilities(pruned, data, i), task_log_probabilities(model, data, i)
+        nll -= sum(row[label] for label, row in q)
+        kl += sum(math.exp(b) * (b - a) for (_, x), (_, y) in zip(q, p, strict=True) for a, b in zip(x, y, strict=True))
+        hits = [max(range(len(row)), key=row.__getitem__) == label for label, row in q]
+        right, whole, count = right + sum(hits), whole + all(hits), count + len(q)
+    got = evaluate_model(pruned, data, batch_size=batch_size, reference=reference_of(model, data))
+    assert got.tokens == count and got.sequences == 3
+    assert got.loss == pytest.approx(nll / count, rel=1e-5)
+    assert got.kl == pytest.approx(kl / count, rel=1e-3) and kl / count > 0.01
+    assert got.accuracy == pytest.approx(right / count) and got.exact_match == pytest.approx(whole / 3)
+
+
+@pytest.mark.parametrize("name", ["t5", "llava"])
+def test_what_greedy_generation_answers_is_all_right(name):
+    """Teacher-forced, each token is the best one exactly where greedy generation writes that answer."""
+    model: Any = VARIANTS[name]()
+    data = task_data(model)
+    rows = []
+    for i, ids in enumerate(data.samples):
+        extra = {} if data.images is None else {"pixel_values": data.images[i]}
+        prompt = ids if data.images is None else ids[:11]
+        said = model.generate(input_ids=prompt[None], **extra, do_sample=False, max_new_tokens=4, min_new_tokens=4)[0]
+        rows.append(said[1:] if data.images is None else said)
+    if data.images is None:
+        answered = replace(data, targets=rows)
+    else:
+        answered = replace(data, samples=rows)
+        answered = Captions(**{option.name: getattr(answered, option.name) for option in fields(answered)})
+    got = evaluate_model(model, answered)
+    assert (got.accuracy, got.exact_match) == (1.0, 1.0)
+    worse = evaluate_model(model, replace(answered, **spoilt(answered)))
+    assert worse.exact_match == pytest.approx(2 / 3) and worse.accuracy is not None and worse.accuracy < 1
+
+
+class Captions(CalibrationData):
+    """Of which only what was generated counts."""
+
+    def predicted(self, index):
+        positions, labels = super().predicted(index)
+        return positions[-4:], labels[-4:]
+
+
+def spoilt(data: CalibrationData) -> dict[str, list[Tensor]]:
+    """Change the last token of the first answer."""
+    field = "samples" if data.targets is None else "targets"
+    rows = [row.clone() for row in getattr(data, field)]
+    rows[0][-1] = 3 + rows[0][-1] % 90
+    return {field: rows}
+
+
+def test_running_text_is_not_predicted_to_its_end():
+    got = evaluate_model(llama(), samples(12, 7))
+    assert got.exact_match is None and got.accuracy is not None and 0 <= got.accuracy < 1

@@ -13,15 +13,15 @@ import optimum_prune
 PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
     {"errors", "checks", "registry", "config"},
-    {"allocation", "adapters", "scorers"},
-    {"binding", "surgery", "sizes", "scoring", "modes", "calibration"},
-    {"pipeline", "report", "measurements", "metrics", "latency", "evaluation"},
+    {"allocation", "bounds", "adapters", "scorers"},
+    {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration"},
+    {"pipeline", "structured", "depth", "report", "measurements", "metrics", "latency", "evaluation"} | {"planning"},
     {"integrations"},
     {"pruner"},
     {"commands"},
 ]
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
-PURE = {"allocation", "scorers"}  # functions of tensors: no modules, no hooks, no files, no output
+PURE = {"allocation", "bounds", "scorers"}  # functions of tensors: no modules, no hooks, no files, no output
 HEAVY = {
     "peft",
     "datasets",

@@ -16,14 +16,15 @@ from optimum_prune import (
     PruningError,
     UnsupportedArchitecture,
     UnsupportedModel,
-    pipeline,
     registry,
+    structured,
 )
-from optimum_prune.binding import bind
+from optimum_prune.binding import bind, select
+from optimum_prune.configs import block_method
 from optimum_prune.pipeline import prune
 from optimum_prune.scorers.base import Scorer
-from optimum_prune.sizes import block_method, measure
-from tests.models import VARIANTS, llama, mistral, tokens
+from optimum_prune.sizes import measure
+from tests.models import VARIANTS, llama, mistral, source, tokens
 from tests.outputs import outputs
 
 LENGTHS = (12, 5, 9, 12, 2, 7, 12, 4)
@@ -59,7 +60,8 @@ class TestRepeatable:
     @pytest.mark.parametrize("source", [SAMPLES, "self"], ids=["tokens", "self"])
     def test_the_same_seed_twice(self, scorer, source):
         calibration = CalibrationConfig(source, num_samples=4, seq_len=16)
-        options = config(scorer=scorer, allocation="global", calibration=calibration)
+        pattern = registry.load("scorers", scorer).patterns[0]
+        options = config(pattern=pattern, scorer=scorer, allocation="global", calibration=calibration)
         first, again = (prune(llama(), options) for _ in range(2))
         assert kept(first) == kept(again)
         assert first.fingerprint == again.fingerprint
@@ -115,8 +117,9 @@ class TestReport:
     def test_says_what_a_recount_says(self, name, allocation):
         model = VARIANTS[name]()
         dense = copy.deepcopy(model)
-        report = prune(model, config(0.4, allocation=allocation, round_to=4))
-        before, after = bind(dense), bind(model)
+        options = {"calibration": CalibrationConfig(source(model), num_samples=4, seq_len=12)}
+        report = prune(model, config(0.4, allocation=allocation, round_to=4, **options))
+        before, after = (select(bind(m)) for m in (dense, model))
         assert [group.name for group in report.groups] == [group.name for group in before]
         for group, old, new in zip(report.groups, before, after, strict=True):
             assert (group.before, group.after) == (old.num_units, new.num_units) and len(group.kept) == group.after
@@ -124,12 +127,14 @@ class TestReport:
             assert group.weights_after == sum(linear.weight.numel() for linear in new.linears)
             width = old.writers[0].weight.unflatten(0, (old.num_units, -1))
             assert torch.equal(new.writers[0].weight, width[group.kept].flatten(0, 1))
-        for units, figures in report.per_unit.items():
-            pairs = [(old, new) for old, new in zip(before, after, strict=True) if old.unit == units]
-            assert figures["before"] == sum(old.num_units for old, _ in pairs)
-            assert figures["after"] == sum(new.num_units for _, new in pairs)
-            gone = 1 - sum(new.weights for _, new in pairs) / sum(old.weights for old, _ in pairs)
-            assert figures["achieved"] == pytest.approx(gone)
+        assert set(report.per_stack) == {group.stack for group in before}
+        for stack, units in report.per_stack.items():
+            for unit, figures in units.items():
+                pairs = [p for p in zip(before, after, strict=True) if (p[0].stack, p[0].unit) == (stack, unit)]
+                assert figures["before"] == sum(old.num_units for old, _ in pairs)
+                assert figures["after"] == sum(new.num_units for _, new in pairs)
+                gone = 1 - sum(new.weights for _, new in pairs) / sum(old.weights for old, _ in pairs)
+                assert figures["achieved"] == pytest.approx(gone)
         gone = 1 - sum(group.weights for group in after) / sum(group.weights for group in before)
         assert report.achieved == pytest.approx(gone) and 0 < report.achieved <= 0.4 + 0.1
         assert (report.parameters_before, report.parameters_after) == (
@@ -143,8 +148,8 @@ class TestReport:
         # P_A = 2 (2+1) 4 4 = 96 and P_M = 3 48 = 144 per hidden dimension, g = 2: gamma = 1.5.
         # r_A = 0.3 240 / (96 + 1.5 144) = 0.2308 of 12 groups, r_M = 0.3462 of 144 channels.
         report = prune(llama(), config(0.3, round_to=1))
-        assert (report.allocation, report.gamma) == ("gamma", 1.5)
-        figures = report.per_unit
+        assert (report.allocation, report.gamma) == ("gamma", {"model.layers": 1.5})
+        figures = report.per_stack["model.layers"]
         assert figures["kv_group"]["before"] - figures["kv_group"]["after"] == 2
         assert figures["mlp_channel"]["before"] - figures["mlp_channel"]["after"] == 49
         assert figures["kv_group"]["asked"] == pytest.approx(72 / 312)
@@ -152,8 +157,8 @@ class TestReport:
 
     def test_a_gamma_of_ones_own(self):
         report = prune(llama(), config(0.3, scorer="magnitude", gamma=3.0, round_to=1))
-        assert (report.allocation, report.gamma) == ("gamma", 3.0)
-        asked = report.per_unit
+        assert (report.allocation, report.gamma) == ("gamma", {"model.layers": 3.0})
+        asked = report.per_stack["model.layers"]
         assert asked["mlp_channel"]["asked"] == pytest.approx(3 * asked["kv_group"]["asked"])
 
     def test_what_was_asked_and_what_was_reachable(self):
@@ -161,8 +166,8 @@ class TestReport:
         model = llama(num_attention_heads=16, num_key_value_heads=2, head_dim=4)
         report = prune(model, config(0.3, units=["kv_group"], allocation="uniform"))
         assert (report.asked, report.achieved) == (0.3, 0.5)
-        assert report.per_unit["kv_group"] == {"asked": 0.3, "achieved": 0.5, "before": 6, "after": 3}
-        assert any("kv_group: asked 30.0%, achieved 50.0%" in warning for warning in report.warnings)
+        assert report.per_stack["model.layers"]["kv_group"] == {"asked": 0.3, "achieved": 0.5, "before": 6, "after": 3}
+        assert any("kv_group of model.layers: asked 30.0%, achieved 50.0%" in warning for warning in report.warnings)
         exact = prune(llama(), config(0.5, scorer="magnitude", allocation="uniform", round_to=1))
         assert exact.achieved == 0.5 and not exact.warnings
 
@@ -228,7 +233,7 @@ class TestTargets:
     def test_uniform_gives_every_layer_the_same_sizes(self, build):
         model = build()
         prune(model, config(0.5, allocation="uniform"))
-        assert set(map(str, measure(model).values())) == {
+        assert set(map(str, measure(model)["model.layers"].values())) == {
             str({"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 24})
         }
         assert block_method(model.config) is None and model.config.intermediate_size == 24
@@ -370,9 +375,9 @@ REFUSED = [
     ),
     # CASES.md 9 and 15
     (nan_weight, {}, UnsupportedModel, r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
-    (nan_norm, {}, UnsupportedModel, "output of block 1 is not finite"),
+    (nan_norm, {}, UnsupportedModel, "output of model.layers.1 is not finite"),
     (nan_head, {}, UnsupportedModel, "output of the head is not finite"),
-    (overflow, {}, UnsupportedModel, "output of block 2 is not finite"),
+    (overflow, {}, UnsupportedModel, "output of model.layers.2 is not finite"),
     (shared, {}, UnsupportedModel, "is shared between"),
     (quantised, {}, UnsupportedModel, r"up_proj is a .*int8.*not a plain linear"),
     (renamed, {}, UnsupportedArchitecture, "Unknown architecture 'gpt_neox'"),
@@ -464,12 +469,12 @@ class TestRefusedRunsLeaveTheModelAlone:
     def test_interrupted_between_cuts_says_so(self, monkeypatch, error):
         cuts = []
 
-        def failing(group, keep, slice_=pipeline.slice_):
+        def failing(group, keep, slice_=structured.slice_):
             if len(cuts) == 3:
                 raise error
             cuts.append(slice_(group, keep))
 
-        monkeypatch.setattr(pipeline, "slice_", failing)
+        monkeypatch.setattr(structured, "slice_", failing)
         with pytest.raises(PruningError, match=r"interrupted .*the model is partly pruned\. Load it again") as raised:
             prune(llama(), config())
         assert raised.value.__cause__ is error

@@ -16,7 +16,7 @@ from tests.reports import DATA, group, report
 def test_numbers_come_from_the_groups():
     # 3 layers: 12 KV groups of 100 weights, 1 gone; 72 channels of 50 weights, 24 gone
     assert report().achieved == pytest.approx(1 - (1100 + 2400) / (1200 + 3600))
-    assert report().per_unit == {
+    assert report().per_stack["model.layers"] == {
         "kv_group": {"asked": 0.1, "achieved": pytest.approx(1 / 12), "before": 12, "after": 11},
         "mlp_channel": {"asked": 0.25, "achieved": pytest.approx(1 / 3), "before": 72, "after": 48},
     }

@@ -8,20 +8,13 @@ import pytest
 from transformers import AutoConfig, LlamaModel
 
 from optimum_prune.binding import bind
+from optimum_prune.configs import COMPACT, block_method, forget_quantizer_
 from optimum_prune.errors import CheckpointError
-from optimum_prune.sizes import (
-    COMPACT,
-    block_method,
-    build_skeleton,
-    describe_,
-    forget_quantizer_,
-    measure,
-    resize_,
-    why_not_stock,
-)
+from optimum_prune.sizes import build_skeleton, describe_, measure, resize_, why_not_stock
 from optimum_prune.surgery import slice_
 from tests.models import VARIANTS, llama, mistral
 from tests.pruned import unevenly, uniformly
+from tests.shallow import STACKS, SUBLAYERS, drop, skip
 
 
 @pytest.fixture(params=VARIANTS)
@@ -49,11 +42,15 @@ def shapes(model):
 
 class TestDescribe:
     def test_a_dense_model_is_stock_and_its_config_stays(self, model):
-        before = model.config.to_dict()
+        expected = model.config.to_dict()
+        for group in bind(model):
+            # A class that leaves head_dim out derives it wrongly once heads are gone, so it is always written.
+            if key := group.group.unit_size_key:
+                own = expected[group.declared.config] if group.declared.config else expected
+                own[key] = group.unit_size
         assert why_not_stock(model) is None
         assert describe_(model) == "stock"
-        # A class that leaves head_dim out derives it wrongly once heads are gone, so it is always written.
-        assert model.config.to_dict() == before | {"head_dim": bind(model)[0].unit_size}
+        assert model.config.to_dict() == expected
 
     def test_uneven_sizes_come_back(self, model, tmp_path):
         unevenly(model)
@@ -140,7 +137,7 @@ class TestDescribe:
 
     def test_a_second_cut_of_a_compact_model(self, tmp_path):
         model = unevenly(unevenly(llama()), seed=1)
-        assert measure(model) == {
+        assert measure(model)["model.layers"] == {
             0: {"num_key_value_heads": 4, "num_attention_heads": 8, "intermediate_size": 38},
             1: {"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 30},
             2: {"num_key_value_heads": 1, "num_attention_heads": 2, "intermediate_size": 8},
@@ -171,6 +168,110 @@ class TestDescribe:
         model.config.quantization_config = {"quant_method": "other"}
         assert describe_(model) == "stock"
         assert block_method(model.config) is None
+
+
+class TestSkipped:
+    def test_what_is_written(self):
+        model = skip(skip(unevenly(llama()), "attention", 2), "mlp", 1, 2)
+        assert measure(model)["model.layers"] == {
+            0: {"num_key_value_heads": 4, "num_attention_heads": 8, "intermediate_size": 43},
+            1: {"skip": ["mlp"], "num_key_value_heads": 3, "num_attention_heads": 6},
+            2: {"skip": ["attention", "mlp"]},
+        }
+        written = model.config.to_dict()
+        assert written["quantization_config"] == COMPACT
+        assert (written["num_attention_heads"], written["intermediate_size"], written["head_dim"]) == (8, 43, 4)
+        assert written["per_layer_config"] == {
+            "1": {"num_key_value_heads": 3, "num_attention_heads": 6, "skip": ["mlp"]},
+            "2": {"skip": ["attention", "mlp"]},
+        }
+
+    @pytest.mark.parametrize(("name", "path", "kind"), SUBLAYERS)
+    @pytest.mark.parametrize("prepare", [lambda model: model, unevenly], ids=["even", "uneven"])
+    def test_comes_back(self, name, path, kind, prepare, tmp_path):
+        model = skip(prepare(VARIANTS[name]()), kind, 2, path=path)
+        config = through_json(model.config, tmp_path)
+        skeleton = build_skeleton(type(model), config)
+        assert {*shapes(skeleton)} > {*shapes(model)}
+        for _ in range(2):
+            resize_(skeleton)
+            assert shapes(skeleton) == shapes(model) and measure(skeleton) == measure(model)
+        before = config.to_dict()
+        assert describe_(skeleton) == "compact"
+        assert config.to_dict() == before
+
+    def test_is_the_reason_for_compact(self):
+        assert why_not_stock(skip(llama(), "attention", 1)) == "the attention of model.layers.1 is skipped"
+        reason = why_not_stock(skip(keep_(llama(), mlp_channel=[8, 8, 16]), "mlp", 0))
+        assert reason == "layers differ in intermediate_size; the mlp of model.layers.0 is skipped"
+
+    def test_the_widest_layer_is_one_that_is_there(self):
+        model = skip(keep_(llama(), mlp_channel=[8, 48, 16]), "mlp", 1)
+        assert model.config.to_dict()["intermediate_size"] == 16
+
+    def test_blocks_may_go_afterwards(self, tmp_path):
+        model = drop(skip(unevenly(llama(num_hidden_layers=4)), "mlp", 2), [0, 2, 3])
+        assert model.config.to_dict()["per_layer_config"] == {
+            "1": {"num_key_value_heads": 2, "num_attention_heads": 4, "skip": ["mlp"]},
+            "2": {"num_key_value_heads": 1, "num_attention_heads": 2},
+        }
+        skeleton = build_skeleton(type(model), through_json(model.config, tmp_path))
+        resize_(skeleton)
+        assert shapes(skeleton) == shapes(model) and measure(skeleton) == measure(model)
+
+    def test_dropping_what_was_skipped_leaves_a_stock_model(self):
+        model = drop(skip(llama(), "mlp", 1), [0, 2])
+        assert why_not_stock(model) is None and block_method(model.config) is None
+        assert not {"per_layer_config", "allow_global_per_layer_attribute_access"} & {*model.config.to_dict()}
+
+    @pytest.mark.parametrize(
+        ("layer", "kind", "reason"),
+        [(0, "attention", "it is the first layer with attention"), (1, "norm", "blocks of model.layers have no sub-")],
+    )
+    def test_refuses_what_has_to_stay(self, layer, kind, reason):
+        config = skip(llama(), "mlp", 1).config
+        config.per_layer_config = {layer: {"skip": [kind]}}
+        skeleton = build_skeleton(type(llama()), config)
+        with pytest.raises(CheckpointError, match=rf"skips the {kind} of model\.layers\.{layer}, which .*: {reason}"):
+            resize_(skeleton)
+
+    def test_a_skipped_sublayer_binds_no_group(self):
+        groups = [group.name for group in bind(skip(llama(), "attention", 1, 2))]
+        assert groups == ["model.layers.0.self_attn", *(f"model.layers.{layer}.mlp" for layer in range(3))]
+
+
+class TestDropped:
+    @pytest.mark.parametrize(("name", "path"), STACKS)
+    def test_needs_no_plugin(self, name, path, tmp_path):
+        model = drop(VARIANTS[name](), [1, 2], path)
+        assert why_not_stock(model) is None
+        config = through_json(model.config, tmp_path)
+        assert block_method(config) is None
+        assert shapes(build_skeleton(type(model), config)) == shapes(model)
+
+    @pytest.mark.parametrize(("name", "path"), STACKS)
+    def test_a_compact_model_stays_compact(self, name, path, tmp_path):
+        model = drop(unevenly(VARIANTS[name]()), [1, 2], path)
+        skeleton = build_skeleton(type(model), through_json(model.config, tmp_path))
+        resize_(skeleton)
+        assert shapes(skeleton) == shapes(model)
+
+    def test_overrides_get_the_new_numbers(self):
+        model = drop(keep_(llama(), kv_group=[4, 2, 1], mlp_channel=[40, 24, 40]), [0, 2])
+        assert model.config.to_dict()["per_layer_config"] == {"1": {"num_key_value_heads": 1, "num_attention_heads": 2}}
+
+    def test_a_compact_model_may_become_stock(self):
+        assert describe_(drop(keep_(llama(), mlp_channel=[24, 40, 24]), [0, 2])) == "stock"
+
+    @pytest.mark.parametrize(("kept", "kinds"), [([0, 2], "fs"), ([1, 2], "ss"), ([0], "f")], ids=str)
+    def test_windows_are_read_from_the_list_and_not_counted_again(self, kept, kinds, tmp_path):
+        """Qwen2 derives the list from max_window_layers where it is missing."""
+        model = drop(VARIANTS["qwen2-mixed-windows"](), kept)
+        config = through_json(model.config, tmp_path)
+        assert (
+            "".join(kind[0] for kind in config.layer_types) == kinds == "".join(k[0] for k in model.config.layer_types)
+        )
+        assert (config.use_sliding_window, config.sliding_window, config.max_window_layers) == (True, 8, 1)
 
 
 class TestResize:

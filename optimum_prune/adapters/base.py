@@ -7,6 +7,7 @@ multi-head, grouped-query and multi-query attention need no arithmetic of their 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class CoupledGroup:
     Attributes:
         unit: kind of unit, `"kv_group"` or `"mlp_channel"`.
         site: submodule that the group lives in; names the group for people (`model.layers.3.mlp`).
-        writers: linears whose output rows (and bias) carry the units. The rows of the first one are counted.
+        writers: linears whose output rows (and bias) carry the units. The rows of the first one are counted; of
+            attention, the first two are keys and values.
         readers: linears whose input columns carry the units.
         counts: config attribute -> linear whose rows it counts (in steps of `unit_size`). The first attribute counts
             the units themselves.
@@ -27,6 +29,10 @@ class CoupledGroup:
         unit_attributes: module attributes that repeat the number of units and must follow it.
         keep_global: leave the config's global counts at the parent's when layers differ (the class's constructor
             needs them to divide something), instead of writing the widest layer's.
+        tables: embeddings whose columns belong to units; a block may lack them.
+        tied: `"units"` where the same units have to go in every layer of the stack, `"counts"` where only their
+            number has to be the same.
+        cached: generation keeps the group's keys and values, of every token.
     """
 
     unit: str
@@ -39,19 +45,52 @@ class CoupledGroup:
     width_attributes: tuple[str, ...] = ()
     unit_attributes: tuple[str, ...] = ()
     keep_global: bool = False
+    tables: tuple[str, ...] = ()
+    tied: Literal["units", "counts"] | None = None
+    cached: bool = False
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks with the same coupled groups, e.g. `model.layers`."""
+    """A list of blocks with the same coupled groups, e.g. `model.layers`.
+
+    Attributes:
+        path: of the list of blocks, in the model with its head.
+        groups: coupled groups of a block. Of a tuple of alternatives, the one whose linears the block has.
+        name: by which a config selects the stack.
+        default: whether it is pruned where a config selects none.
+        config: attribute of the model's config that holds the config of this stack; `""` for the model's own.
+        layer_sizes: where sizes go that differ from layer to layer: transformers' `per_layer_config`, or the
+            checkpoint's `quantization_config` where that does not fit (two stacks of one config).
+        depth: config attribute that counts the blocks; None where blocks cannot be dropped.
+        first: attributes of the first block alone, by module (`""` is the block): they move when it is dropped.
+        sublayers: `"attention"` and `"mlp"` -> submodule that can be skipped: where its output is zero, nothing is
+            added to the residual stream.
+        mask: input of the model that tells the stack's padding, or None where there is no padding.
+    """
 
     path: str
-    groups: tuple[CoupledGroup, ...]
+    groups: tuple[CoupledGroup | tuple[CoupledGroup, ...], ...]
+    name: str = "decoder"
+    default: bool = True
+    config: str = ""
+    layer_sizes: Literal["per_layer_config", "quantization_config"] = "per_layer_config"
+    depth: str | None = "num_hidden_layers"
+    first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sublayers: Mapping[str, str] = field(default_factory=dict)
+    mask: str | None = "attention_mask"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Everything the project knows about one `model_type`."""
+    """Everything the project knows about one `model_type`.
+
+    Attributes:
+        model_type: as in the config; the file is named like it.
+        stacks: in the order in which data flows through them.
+        auto_class: of transformers, which loads the model with its language-model head.
+    """
 
     model_type: str
-    stacks: tuple[Stack, ...] = field(default_factory=tuple)
+    stacks: tuple[Stack, ...]
+    auto_class: str = "AutoModelForCausalLM"

@@ -11,6 +11,7 @@ ATTENTION = CoupledGroup(
     unit_size="self_attn.head_dim",
     unit_size_key="head_dim",
     keep_global=True,  # LlamaConfig refuses a global head count that does not divide hidden_size
+    cached=True,
 )
 MLP = CoupledGroup(
     unit="mlp_channel",
@@ -20,4 +21,5 @@ MLP = CoupledGroup(
     counts={"intermediate_size": "mlp.gate_proj"},
     width_attributes=("mlp.intermediate_size",),
 )
-ADAPTER = Adapter("llama", stacks=(Stack("model.layers", (ATTENTION, MLP)),))
+STACK = Stack("model.layers", (ATTENTION, MLP), sublayers={"attention": "self_attn", "mlp": "mlp"})
+ADAPTER = Adapter("llama", stacks=(STACK,))

@@ -12,6 +12,7 @@ ATTENTION = CoupledGroup(
     unit_size_key="head_dim",
     unit_attributes=("self_attn.num_heads",),
     keep_global=True,  # OPTAttention derives its head size from hidden_size and the global head count
+    cached=True,
 )
 MLP = CoupledGroup(
     unit="mlp_channel",

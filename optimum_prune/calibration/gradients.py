@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from optimum_prune.errors import UnsupportedModel
+from optimum_prune.errors import CalibrationError, UnsupportedModel
 from optimum_prune.modes import frozen
 from optimum_prune.scorers.base import Objective
 
@@ -23,112 +23,192 @@ HALF_SCALE = 2.0**14
 """On the objective of float16 models, whose smallest gradients would be flushed to zero; divided out again."""
 
 Batch = Mapping[str, Tensor]
+Place = tuple[int, int]
+"""Index of a stack, in the order of the data, and index of a block in it."""
 
 
 def stream_gradients(
     model: PreTrainedModel,
-    blocks: Sequence[nn.Module],
-    linears: Mapping[int, Sequence[nn.Linear]],
+    stacks: Mapping[str, Sequence[nn.Module]],
+    linears: Mapping[Place, Sequence[nn.Linear]],
     batches: Sequence[Batch],
     objective: Objective,
-    reduce: Callable[[int, dict[nn.Linear, Tensor]], None],
+    reduce: Callable[[Place, dict[nn.Linear, Tensor]], None],
 ) -> None:
     """Hand the gradients of one block after the other to `reduce`, from the last block to the first.
 
     Args:
         model: any transformers model whose output has `logits (B, T, V)`; left as it was.
-        blocks: the stack that the hidden states pass through, in order.
-        linears: block index -> linears whose weights' gradients are wanted.
-        batches: `input_ids (B, T) int64` and `attention_mask (B, T) int64`, right padded.
+        stacks: path -> the blocks that the hidden states pass through, in the order of the data. Whatever lies
+            between two stacks (T5's norm behind the encoder, LLaVA's projector) is found by autograd.
+        linears: (stack, block) -> linears whose weights' gradients are wanted.
+        batches: inputs of the model, with an `attention_mask (B, T) int64` of them, or `decoder_attention_mask`.
         objective: summed over samples; the gradient is divided by the number of samples.
-        reduce: called with a block's index and the gradients `(d_out, d_in) float32` of its linears, under `no_grad`.
+        reduce: called with a block's place and the gradients `(d_out, d_in) float32` of its linears, under `no_grad`.
 
     Raises:
         UnsupportedModel: an activation or a gradient is not finite; the block is named.
+        CalibrationError: no batch passes through a block that is wanted.
     """
     samples = sum(len(batch["input_ids"]) for batch in batches)
     scale = HALF_SCALE if model.dtype == torch.float16 else 1.0
     lowest = min(linears)
+    blocks, names = {}, {}
+    for s, (path, stack) in enumerate(stacks.items()):
+        if s >= lowest[0]:  # nothing before it is wanted
+            blocks |= {(s, b): block for b, block in enumerate(stack)}
+            names |= {(s, b): f"{path}.{b}" for b in range(len(stack))}
     with frozen(model), torch.enable_grad():
-        calls, upstream = _forward(model, blocks, batches, objective, scale / samples)
-        for index in tqdm(range(len(blocks) - 1, lowest - 1, -1), desc="Backward", unit="block"):
-            wanted = linears.get(index, ())
-            gradients = _block_backward(blocks[index], calls.pop(), upstream, wanted, index > lowest)
+        passes = _forward(model, blocks, names, batches, objective, scale / samples)
+        for place in linears:
+            if not any(place in done.calls for done in passes):
+                raise CalibrationError(
+                    f"No calibration sample passes through {names[place]}, so it cannot be scored. A vision tower "
+                    "needs samples with images: a dataset with an image column."
+                )
+        for place in tqdm(sorted(blocks, reverse=True), desc="Backward", unit="block"):
+            if place < lowest:
+                break
+            wanted = linears.get(place, ())
+            gradients = _block_backward(place, blocks[place], passes, wanted, further=place > lowest)
             with torch.no_grad():
-                _unscale_(gradients, scale, index)
-                reduce(index, gradients)
+                _unscale_(gradients, scale, names[place])
+                reduce(place, gradients)
             del gradients  # before the next block's come into being
 
 
 class _Call:
-    """One call of a block: its hidden states, and all other arguments as they came."""
+    """One call of a block, cut out of the graph.
+
+    Attributes:
+        hidden: the hidden states that it was given.
+        outer: other tensors among its arguments that depend on an earlier stack, by position or name.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.by_position = bool(args)
-        self.hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        self.args, self.kwargs = args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states" or args}
+        self.arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        self.first: int | str = 0 if args else "hidden_states"
+        self.hidden: Tensor = self.arguments[self.first]
+        self.outer = {
+            key: value
+            for key, value in self.arguments.items()
+            if isinstance(value, Tensor) and value.requires_grad and key != self.first
+        }
 
-    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        if self.by_position:
-            return _hidden(block(hidden, *self.args, **self.kwargs))
-        return _hidden(block(hidden_states=hidden, **self.kwargs))
+    def given(self, replaced: Mapping[int | str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments, some of them replaced."""
+        arguments = self.arguments | dict(replaced)
+        args = tuple(arguments[key] for key in arguments if isinstance(key, int))
+        return args, {key: value for key, value in arguments.items() if isinstance(key, str)}
+
+    def detached(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments without the graph that they hang on."""
+        tensors = {self.first: self.hidden} | self.outer
+        return self.given({key: tensor.detach() for key, tensor in tensors.items()})
+
+
+class _Pass:
+    """One batch on its way: what every block was given, and the gradients of what every block returned.
+
+    Attributes:
+        calls: place -> the call of the block; a block that was not called has none.
+        outputs: place -> its hidden states as a leaf, of which everything outside the blocks is computed.
+        upstream: place -> gradient of its output, once something depends on it.
+        held: tensors from earlier stacks with their gradients so far, by identity: all blocks of a stack share them.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[Place, _Call] = {}
+        self.outputs: dict[Place, Tensor] = {}
+        self.upstream: dict[Place, Tensor] = {}
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def hold(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        """Keep the gradient of a tensor until all blocks of its stack have added theirs."""
+        if tensor.requires_grad and gradient is not None:
+            _, so_far = self.held.get(id(tensor), (tensor, 0))
+            self.held[id(tensor)] = tensor, so_far + gradient
+
+    def release(self) -> None:
+        """Hand on what is held, to the outputs that it was computed of."""
+        tensors, gradients = zip(*self.held.values(), strict=True) if self.held else ((), ())
+        self.held.clear()
+        self.backward(tensors, gradients)
+
+    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+        """Find which outputs the tensors were computed of, and add to the gradients of those."""
+        if not tensors or not self.outputs:
+            return
+        found = torch.autograd.grad(tensors, list(self.outputs.values()), gradients, allow_unused=True)
+        for place, gradient in zip(self.outputs, found, strict=True):
+            if gradient is not None:
+                self.upstream[place] = self.upstream[place] + gradient if place in self.upstream else gradient
 
 
 def _forward(
-    model: PreTrainedModel, blocks: Sequence[nn.Module], batches: Sequence[Batch], objective: Objective, scale: float
-) -> tuple[list[list[_Call]], list[Tensor]]:
-    """Save every block's calls, and the gradient of the scaled objective with respect to the last block's output."""
-    calls: list[list[_Call]] = [[] for _ in blocks]
-    last: list[Tensor] = []
+    model: PreTrainedModel,
+    blocks: Mapping[Place, nn.Module],
+    names: Mapping[Place, str],
+    batches: Sequence[Batch],
+    objective: Objective,
+    scale: float,
+) -> list[_Pass]:
+    """Run every batch; no graph is built inside a block."""
+    passes: list[_Pass] = []
 
-    def leaf(module: nn.Module, args: Any, output: Any) -> Any:
-        # No parameter requires a gradient here, so the graph starts at this leaf: it spans the head alone.
-        last[:] = [_hidden(output).detach().requires_grad_()]
-        return (last[0], *output[1:]) if isinstance(output, tuple) else last[0]
+    def enter(place: Place, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if place in passes[-1].calls:
+            raise UnsupportedModel(f"{names[place]} runs more than once a forward, so its gradients are not streamed.")
+        call = passes[-1].calls[place] = _Call(args, kwargs)
+        return call.detached()
 
-    handles = [
-        block.register_forward_pre_hook(
-            lambda module, args, kwargs, saved=saved: saved.append(_Call(args, kwargs)), with_kwargs=True
-        )
-        for block, saved in zip(blocks, calls, strict=True)
-    ]
-    handles.append(blocks[-1].register_forward_hook(leaf))
-    upstream = []
+    def leave(place: Place, module: nn.Module, args: Any, output: Any) -> Any:
+        leaf = passes[-1].outputs[place] = _hidden(output).detach().requires_grad_()
+        return (leaf, *output[1:]) if isinstance(output, tuple) else leaf
+
+    handles = []
     try:
+        for place, block in blocks.items():
+            handles.append(block.register_forward_pre_hook(partial(enter, place), with_kwargs=True))
+            # Before the hooks of transformers, which collect the hidden states that LLaVA takes from its tower.
+            handles.append(block.register_forward_hook(partial(leave, place), prepend=True))
         for batch in tqdm(batches, desc="Forward", unit="batch"):
+            passes.append(_Pass())
             logits = getattr(model(**_to(batch, model.device), use_cache=False), "logits", None)
             if logits is None or logits.dim() != 3:
                 raise UnsupportedModel(
                     f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. "
-                    "Load the model with its language-model head (AutoModelForCausalLM), or choose a scorer that "
-                    "needs no data."
+                    "Load the model with its language-model head, or choose a scorer that needs no data."
                 )
-            value = objective(logits, batch["attention_mask"].bool().to(logits.device))
+            mask = batch.get("decoder_attention_mask", batch["attention_mask"])
+            value = objective(logits, mask.bool().to(logits.device))
             if not torch.isfinite(value):
                 raise UnsupportedModel(
-                    f"The output of {_first_not_finite(calls, last[0])} is not finite on a calibration batch. "
+                    f"The output of {_first_not_finite(passes[-1], names)} is not finite on a calibration batch. "
                     "Load the model in bfloat16 or float32, and check that it works on its own."
                 )
-            upstream += torch.autograd.grad(value * scale, last)
+            passes[-1].backward([value * scale])
             del logits, value
     finally:
         for handle in handles:
             handle.remove()
-    return calls, upstream
+    return passes
 
 
-def _first_not_finite(calls: Sequence[Sequence[_Call]], last: Tensor) -> str:
+def _first_not_finite(done: _Pass, names: Mapping[Place, str]) -> str:
     """Name the part of the model after which the latest batch held NaN or infinite values."""
-    for index, hidden in enumerate([*(saved[-1].hidden for saved in calls), last]):
-        if not torch.isfinite(hidden).all():
-            return f"block {index - 1}" if index else "the embeddings"
+    if any(not torch.isfinite(call.hidden).all() for (_, block), call in done.calls.items() if block == 0):
+        return "the embeddings"
+    for place, output in done.outputs.items():
+        if not torch.isfinite(output).all():
+            return names[place]
     return "the head"
 
 
 def _block_backward(
-    block: nn.Module, calls: Sequence[_Call], upstream: list[Tensor], linears: Sequence[nn.Linear], further: bool
+    place: Place, block: nn.Module, passes: Sequence[_Pass], linears: Sequence[nn.Linear], further: bool
 ) -> dict[nn.Linear, Tensor]:
-    """Recompute one block for every batch; replace `upstream` by the gradients of its inputs where `further` is set."""
+    """Recompute one block for every batch; hand the gradients of its inputs on where `further` is set."""
     weights = [linear.weight.requires_grad_() for linear in linears]
     totals: dict[nn.Linear, Tensor] = {}
 
@@ -140,27 +220,52 @@ def _block_backward(
 
     handles = [linear.weight.register_hook(partial(take, linear)) for linear in linears]
     try:
-        for i, call in enumerate(calls):
-            hidden = call.hidden.detach().requires_grad_(further)
-            output = call.run(block, hidden)
-            inputs = [hidden, *weights] if further else weights
-            gradients = torch.autograd.grad(output, inputs, upstream[i].to(output.device))
-            if further:
-                upstream[i] = gradients[0]
+        for done in passes:
+            call, upstream = done.calls.pop(place, None), done.upstream.pop(place, None)
+            done.outputs.pop(place, None)
+            if call is not None and upstream is not None:
+                _call_backward(place, block, done, call, upstream, weights, further)
     finally:
         for handle in handles:
             handle.remove()
     for weight in weights:
         weight.requires_grad_(False)
-    return totals
+    # A block that nothing depends on (the last one of LLaVA's tower) has no influence on the objective.
+    return {linear: totals.get(linear, torch.zeros_like(linear.weight, dtype=torch.float32)) for linear in linears}
 
 
-def _unscale_(gradients: Mapping[nn.Linear, Tensor], scale: float, index: int) -> None:
+def _call_backward(
+    place: Place,
+    block: nn.Module,
+    done: _Pass,
+    call: _Call,
+    upstream: Tensor,
+    weights: Sequence[Tensor],
+    further: bool,
+) -> None:
+    leaves = {key: tensor.detach().requires_grad_() for key, tensor in call.outer.items() if further}
+    hidden = call.hidden.detach().requires_grad_(further)
+    args, kwargs = call.given(leaves | {call.first: hidden})
+    output = _hidden(block(*args, **kwargs))
+    inputs = [*([hidden] if further else ()), *leaves.values(), *weights]
+    gradients = torch.autograd.grad(output, inputs, upstream.to(output.device), allow_unused=True)
+    if not further:
+        return
+    for tensor, gradient in zip(call.outer.values(), gradients[1:], strict=False):
+        done.hold(tensor, gradient)
+    if place[1] > 0:
+        done.backward([call.hidden], gradients[:1])
+    else:  # the first block of its stack: what it was given may share a graph with what all others were given
+        done.hold(call.hidden, gradients[0])
+        done.release()
+
+
+def _unscale_(gradients: Mapping[nn.Linear, Tensor], scale: float, name: str) -> None:
     for linear, gradient in gradients.items():
         if not torch.isfinite(gradient).all():
             raise UnsupportedModel(
-                f"A gradient of block {index} ({tuple(linear.weight.shape)}) is not finite. Load the model in bfloat16 "
-                "or float32."
+                f"A gradient of {name} ({tuple(linear.weight.shape)}) is not finite. Load the model in bfloat16 or "
+                "float32."
             )
         gradient.div_(scale)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from optimum_prune.calibration.tokens import vocabulary_size
+from optimum_prune.calibration.request import image_token, vocabulary_size
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
 from optimum_prune.modes import evaluating
@@ -26,6 +26,8 @@ def draw_samples(
     answers and not about the distribution. Here an end-of-sequence token ends a text, but not the sample: the
     model goes on behind it, as in packed texts, so every sample has `seq_len` tokens.
 
+    The placeholder of an image is never drawn, since it would want an image.
+
     The random numbers are drawn beforehand, one per token: the samples do not depend on the batch size (but
     for the rounding of the model's own arithmetic). The global random state is neither read nor changed.
 
@@ -41,11 +43,7 @@ def draw_samples(
     Raises:
         CalibrationError: this model generates no text.
     """
-    if model.config.is_encoder_decoder or not model.can_generate():
-        raise CalibrationError(
-            f"source='self' needs a decoder with a language-model head, got {type(model).__name__}. "
-            "Give texts, a file or a dataset id as the source."
-        )
+    check_generates(model)
     generator = torch.Generator().manual_seed(config.seed)
     first = _first_tokens(model, tokenizer, config.num_samples, generator)
     uniform = torch.rand(config.num_samples, seq_len - 1, generator=generator, dtype=torch.float64)
@@ -57,17 +55,35 @@ def draw_samples(
     return samples
 
 
+def check_generates(model: PreTrainedModel) -> None:
+    """Refuse a model that writes no text of its own; a skeleton will do.
+
+    Raises:
+        CalibrationError: this model generates no text.
+    """
+    if model.config.is_encoder_decoder or not model.can_generate():
+        pairs = " (with target_column, pairs of inputs and answers)" if model.config.is_encoder_decoder else ""
+        raise CalibrationError(
+            f"source='self' needs a decoder with a language-model head, got {type(model).__name__}. "
+            f"Give texts, a file or a dataset id{pairs} as the source."
+        )
+
+
 @torch.no_grad()
 def _continue(model: PreTrainedModel, first: Tensor, uniform: Tensor, progress: Callable[[int], object]) -> Tensor:
     """Go on from `first (B, 1) int64`, by a token per column of `uniform (B, T) float64`: `(B, 1 + T)`."""
     tokens, cache = [first], None
+    image = image_token(model)
     # transformers 5.24 renamed the argument. A model swallows the wrong name, and then forgets every token.
     name = "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
     for u in uniform.unbind(dim=1):
         output = model(input_ids=tokens[-1].to(model.device), use_cache=True, **{name: cache})
         cache = output[name]
         # By inverting the distribution function, on the CPU: the same numbers give the same tokens anywhere.
-        cdf = output.logits[:, -1].cpu().double().softmax(dim=-1).cumsum(dim=-1)  # (B, V)
+        logits = output.logits[:, -1].cpu().double()
+        if image is not None:
+            logits[:, image : image + 1] = -torch.inf
+        cdf = logits.softmax(dim=-1).cumsum(dim=-1)  # (B, V)
         if not cdf.isfinite().all():
             raise CalibrationError("The model's logits are not finite: source='self' cannot draw from them.")
         tokens.append(torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True))
@@ -89,4 +105,5 @@ def _first_tokens(
             token = token[0] if isinstance(token, list) else token  # a config may name several EOS
             if token is not None and 0 <= token < vocab_size:
                 return torch.full((num_samples, 1), token)
-    return torch.randint(vocab_size, (num_samples, 1), generator=generator)
+    words = torch.tensor([token for token in range(vocab_size) if token != image_token(model)])
+    return words[torch.randint(len(words), (num_samples, 1), generator=generator)]

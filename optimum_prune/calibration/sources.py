@@ -1,4 +1,4 @@
-"""Where calibration data comes from: lists, datasets, files, folders, dataset ids -> texts or token ids."""
+"""Where calibration data comes from: lists, datasets, files, folders, dataset ids -> a `Source`."""
 
 import gzip
 import os
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from glob import escape
 from itertools import chain
 
-from optimum_prune.calibration.columns import Source, from_columns, guarded, reading
+from optimum_prune.calibration.columns import Source, from_columns
+from optimum_prune.calibration.request import ModelKind
+from optimum_prune.calibration.rows import guarded, reading
 from optimum_prune.config import IN_MEMORY, CalibrationConfig
 from optimum_prune.errors import CalibrationError, unknown
 
@@ -24,8 +26,12 @@ SUFFIXES = ", ".join(BUILDERS)
 DATASET_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:\S+)?")
 
 
-def open_source(config: CalibrationConfig) -> Source:
+def open_source(config: CalibrationConfig, model: ModelKind = "decoder") -> Source:
     """Find what `config.source` means and open it.
+
+    Args:
+        config: names the source and, where it must, the columns.
+        model: what columns of the usual names are taken for, where the config names none.
 
     Raises:
         CalibrationError: it does not exist, cannot be read, or has no usable column. Damage further into
@@ -33,22 +39,23 @@ def open_source(config: CalibrationConfig) -> Source:
     """
     source = config.source
     if isinstance(source, list):
+        _refuse_columns(config, "a list")
         return Source("texts" if isinstance(source[0], str) else "token ids", source)
     if not isinstance(source, str):
-        return from_columns(source, config, "the dataset")
+        return from_columns(source, config, "the dataset", model)
     if source.startswith(IN_MEMORY):
         raise CalibrationError(
             f"This config was written without its data ({source}): set calibration.source to the data again."
         )
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        return _from_folder(path, config)
+        return _from_folder(path, config, model)
     if os.path.exists(path):
-        return _from_file(path, config)
-    return _from_hub(source, config)
+        return _from_file(path, config, model)
+    return _from_hub(source, config, model)
 
 
-def _from_hub(source: str, config: CalibrationConfig) -> Source:
+def _from_hub(source: str, config: CalibrationConfig, model: ModelKind) -> Source:
     path, _, name = source.partition(":")
     if not DATASET_ID.fullmatch(source) or _suffix(path) in BUILDERS:
         raise CalibrationError(
@@ -59,26 +66,26 @@ def _from_hub(source: str, config: CalibrationConfig) -> Source:
 
     with reading(f"dataset {source!r}, split {config.split!r} (no file or folder has this name)"):
         dataset = datasets.load_dataset(path, name or None, split=config.split)
-    return from_columns(dataset, config, f"dataset {source!r}")
+    return from_columns(dataset, config, f"dataset {source!r}", model)
 
 
-def _from_folder(path: str, config: CalibrationConfig) -> Source:
+def _from_folder(path: str, config: CalibrationConfig, model: ModelKind) -> Source:
     """Open what `Dataset.save_to_disk` wrote, or else all supported files, in the order of their names."""
     with reading(repr(path)):
         names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     if "state.json" in names or "dataset_dict.json" in names:
-        return _from_saved_dataset(path, config)
+        return _from_saved_dataset(path, config, model)
     files = [os.path.join(path, name) for name in names if _suffix(name) in BUILDERS]
     if not files:
         raise CalibrationError(f"Folder {path!r} holds no file that can be read: {SUFFIXES}.")
-    sources = [_from_file(file, config) for file in files]
-    if len({source.kind for source in sources}) > 1:
+    sources = [_from_file(file, config, model) for file in files]
+    if len(mixed := dict.fromkeys(source.kind for source in sources)) > 1:
         kinds = ", ".join(f"{os.path.basename(f)} {s.kind}" for f, s in zip(files, sources, strict=True))
-        raise CalibrationError(f"Folder {path!r} mixes texts and token ids, give one of them: {kinds}.")
+        raise CalibrationError(f"Folder {path!r} mixes {' and '.join(mixed)}, give one of them: {kinds}.")
     return Source(sources[0].kind, chain.from_iterable(source.items for source in sources))
 
 
-def _from_saved_dataset(path: str, config: CalibrationConfig) -> Source:
+def _from_saved_dataset(path: str, config: CalibrationConfig, model: ModelKind) -> Source:
     import datasets
 
     with reading(repr(path)):
@@ -87,21 +94,31 @@ def _from_saved_dataset(path: str, config: CalibrationConfig) -> Source:
         if config.split not in dataset:
             raise CalibrationError(unknown("split", config.split, map(str, dataset)))
         dataset = dataset[config.split]
-    return from_columns(dataset, config, repr(path))
+    return from_columns(dataset, config, repr(path), model)
 
 
-def _from_file(path: str, config: CalibrationConfig) -> Source:
+def _from_file(path: str, config: CalibrationConfig, model: ModelKind) -> Source:
     suffix = _suffix(path)
     if suffix not in BUILDERS:
         raise CalibrationError(f"Cannot read {path!r}: its suffix must be one of {SUFFIXES}, or that and .gz.")
     if (builder := BUILDERS[suffix]) is None:
+        _refuse_columns(config, repr(path))
         return Source("texts", guarded(_whole_file(path), repr(path)))
     import datasets
 
     with reading(repr(path)):
         # Streamed, since nothing is copied to a cache then. Escaped, since data_files are patterns.
         dataset = datasets.load_dataset(builder, data_files=escape(path), split="train", streaming=True)
-    return from_columns(dataset, config, repr(path))
+    return from_columns(dataset, config, repr(path), model)
+
+
+def _refuse_columns(config: CalibrationConfig, what: str) -> None:
+    for option in ("target_column", "image_column"):
+        if (column := getattr(config, option)) is not None:
+            raise CalibrationError(
+                f"{option}={column!r} names a column, and {what} has none. Give a dataset or a table: "
+                ".json, .jsonl, .csv, .parquet."
+            )
 
 
 def _whole_file(path: str) -> Iterator[str]:

@@ -7,26 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
+from optimum_prune.calibration.request import Request
 from optimum_prune.errors import CalibrationError
 
 PIECE = 1 << 15  # characters of a text that are tokenised as one string
 CHUNK = 1 << 18  # characters that are tokenised in one call
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of token ids the live model has embeddings for; its config may say less or more."""
-    return len(model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+TOKENISED = "The text, tokenised (by this model's tokenizer?),"
 
 
 def windows(
     texts: Iterable[str | None],
     tokenizer: PreTrainedTokenizerBase | None,
-    seq_len: int,
-    vocab_size: int,
-    seen: Counter[str],
+    request: Request,
 ) -> Iterator[Tensor]:
     """Tokenise texts, join them by the end-of-sequence token, and cut the line of tokens into windows.
 
@@ -35,9 +30,7 @@ def windows(
     Args:
         texts: of any length; None counts as empty.
         tokenizer: no special tokens are asked of it.
-        seq_len: tokens per window.
-        vocab_size: token ids of the model.
-        seen: counts the `texts` that were read and the `blank` ones.
+        request: says the length, and counts the `texts` that were read and the `blank` ones.
 
     Yields:
         `(seq_len,) int64`; the last one may be shorter.
@@ -45,14 +38,11 @@ def windows(
     Raises:
         CalibrationError: there is no tokenizer, or it is another model's.
     """
-    if tokenizer is None:
-        raise CalibrationError(
-            "Texts need a tokenizer: pass one (AutoTokenizer.from_pretrained), or give lists of token ids."
-        )
-    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokenizer = needed(tokenizer)
+    separator = end_token(tokenizer)
     rest = torch.empty(0, dtype=torch.int64)
     with tqdm(desc="Tokenizing", unit="tok", unit_scale=True, delay=2) as bar:
-        for chunk in _chunks(texts, seen):
+        for chunk in _chunks(texts, request.seen):
             pieces = [piece for _, piece in chunk]
             # Not verbose: it would warn of texts longer than the context, and these are cut here.
             encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
@@ -60,21 +50,19 @@ def windows(
             for (follows_text, _), piece in zip(chunk, encoded, strict=True):
                 ids += separator + piece if follows_text else piece
             bar.update(len(ids))
-            checked = _checked(ids, vocab_size, "The text, tokenised (by this model's tokenizer?),")
-            *full, rest = torch.cat([rest, checked]).split(seq_len)
+            tokens = words(ids, request, TOKENISED)
+            *full, rest = torch.cat([rest, tokens]).split(request.seq_len)
             yield from full
     if len(rest):
         yield rest
 
 
-def token_lists(lists: Iterable[Any], seq_len: int, vocab_size: int, seen: Counter[str]) -> Iterator[Tensor]:
+def token_lists(lists: Iterable[Any], request: Request) -> Iterator[Tensor]:
     """Take lists of token ids as samples, as they are.
 
     Args:
         lists: lists or tensors of integers; empty ones are left out.
-        seq_len: longer lists lose what is beyond it.
-        vocab_size: token ids of the model.
-        seen: counts the `empty` and the `long` lists.
+        request: says the length, beyond which lists are cut, and counts the `empty` and the `long` ones.
 
     Yields:
         `(T,) int64`, `1 <= T <= seq_len`.
@@ -83,11 +71,44 @@ def token_lists(lists: Iterable[Any], seq_len: int, vocab_size: int, seen: Count
         CalibrationError: something else than lists of the model's token ids.
     """
     for i, ids in enumerate(lists):
-        sample = _checked(ids, vocab_size, f"Sample {i}")
-        seen["empty"] += len(sample) == 0
-        seen["long"] += len(sample) > seq_len
+        sample = words(ids, request, f"Sample {i}")
+        request.seen["empty"] += len(sample) == 0
+        request.seen["long"] += len(sample) > request.seq_len
         if len(sample):
-            yield sample[:seq_len]
+            yield sample[: request.seq_len]
+
+
+def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    if tokenizer is None:
+        raise CalibrationError(
+            "Texts need a tokenizer: pass one (AutoTokenizer.from_pretrained), or give lists of token ids."
+        )
+    return tokenizer
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the end-of-sequence token, or nothing where there is none."""
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
+
+
+def words(ids: Any, request: Request, what: str) -> Tensor:
+    """Return `ids` as `(T,) int64`, checked to be the model's and to stand for no image.
+
+    Raises:
+        CalibrationError: something else, `what` in its message.
+    """
+    tokens = checked(ids, request.vocab_size, what)
+    if request.image_token is not None and (tokens == request.image_token).any():
+        raise CalibrationError(
+            f"{what} holds token id {request.image_token}, which stands for an image, and there is none. Give a "
+            "dataset with a column of images (image_column), or leave this token out."
+        )
+    return tokens
 
 
 def _chunks(texts: Iterable[str | None], seen: Counter[str]) -> Iterator[list[tuple[bool, str]]]:
@@ -121,7 +142,12 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _checked(ids: Any, vocab_size: int, what: str) -> Tensor:
+def checked(ids: Any, vocab_size: int, what: str) -> Tensor:
+    """Return `ids` as `(T,) int64`, checked to be the model's.
+
+    Raises:
+        CalibrationError: something else, `what` in its message.
+    """
     try:
         tensor = torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # None, strings, ragged lists, more than 64 bits

@@ -16,7 +16,7 @@ from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
-from optimum_prune.report import PruningReport, describe_data, is_hub_id, public
+from optimum_prune.report import PruningReport, describe_data, describe_gamma, is_hub_id, public
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ def model_card(
     evaluations: Mapping[str, Evaluation],
     layout: str,
     architecture: str | None = None,
+    reads_images: bool = False,
     file_bytes: int | None = None,
     card_data: Mapping[str, Any] | None = None,
 ) -> ModelCard:
@@ -42,6 +43,7 @@ def model_card(
         evaluations: what was measured, by `"dense"` and `"pruned"`; sections without numbers are left out.
         layout: as which the checkpoint is written: `"stock"` or `"compact"`.
         architecture: class of the saved model, as which the card loads it; None for a causal language model.
+        reads_images: whether a processor is saved along, not a tokenizer alone.
         file_bytes: size of the weight files.
         card_data: metadata that is known otherwise, e.g. from `inherited_metadata`; lists are added to ours.
     """
@@ -55,7 +57,7 @@ def model_card(
     metadata = {
         "base_model": base_model,
         "library_name": "transformers",
-        "pipeline_tag": _pipeline_tag(architecture),
+        "pipeline_tag": "image-text-to-text" if reads_images else _pipeline_tag(architecture),
         **given,
         "tags": _merge(given.get("tags"), ["pruned", "optimum_prune", scorer, report.config["pattern"]]),
         "datasets": _merge(given.get("datasets"), [calibration] if calibration else []) or None,
@@ -72,6 +74,7 @@ def model_card(
         report=report,
         cut=len(cuts),
         units=_unit_rows(report),
+        gamma=report.gamma and describe_gamma(report.gamma),
         layers=_layer_rows(report),
         calibration_data=report.calibration and describe_data(public(report.calibration)),
         in_memory=bool(report.calibration) and report.calibration["source"].startswith(IN_MEMORY),
@@ -80,6 +83,7 @@ def model_card(
         reference=_reference(scorer),
         layout=layout,
         model_class="AutoModelForCausalLM" if _is_causal(architecture) else architecture,
+        reader="AutoProcessor" if reads_images else "AutoTokenizer",
         file_size=None if file_bytes is None else megabytes(file_bytes),
         pruned=pruned,
         measured=pruned and _measured_rows(dense, pruned),
@@ -159,6 +163,7 @@ def _eval_results(pruned: Evaluation | None) -> list[EvalResult]:
     metrics = {
         "perplexity": ("Perplexity", pruned.perplexity),
         "kl_divergence": ("KL(dense || pruned), nats per token", pruned.kl),
+        "exact_match": ("Answers of which every token is predicted right", pruned.exact_match),
     }
     return [
         EvalResult(
@@ -184,9 +189,11 @@ def _dataset(source: str) -> tuple[str | None, str | None]:
 
 def _unit_rows(report: PruningReport) -> list[list[str]]:
     rows = [["", "asked", "achieved", "units kept"]]
-    for unit, total in report.per_unit.items():
-        kept = f"{total['after']:,} of {total['before']:,}"
-        rows.append([f"`{unit}`", f"{total['asked']:.1%}", f"{total['achieved']:.1%}", kept])
+    for stack, units in report.per_stack.items():
+        for unit, total in units.items():
+            label = f"`{unit}`" if len(report.per_stack) == 1 else f"`{unit}` of `{stack}`"
+            kept = f"{total['after']:,} of {total['before']:,}"
+            rows.append([label, f"{total['asked']:.1%}", f"{total['achieved']:.1%}", kept])
     return [*rows, ["all", f"{report.asked:.1%}", f"{report.achieved:.1%}", ""]]
 
 
@@ -197,9 +204,9 @@ def _measured_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[s
 
 def _layer_rows(report: PruningReport) -> list[list[str]]:
     """Return a heading, and a row for every layer: its path, and how many units of each kind it kept."""
-    rows = [["layer", *report.per_unit]]
+    rows = [["layer", *report.units]]
     for (stack, layer), counts in report.per_layer.items():
-        cells = [counts.get(unit) for unit in report.per_unit]
+        cells = [counts.get(unit) for unit in report.units]
         rows.append([f"{stack}.{layer}", *(f"{cell[0]} of {cell[1]}" if cell else "" for cell in cells)])
     return rows
 

@@ -3,12 +3,16 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.errors import CheckpointError
+
+END = "0"
+"""Stands for the rest of a tensor's name."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,11 +31,14 @@ def check_model(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
         return
     prefix = model.base_model_prefix + "."
     own = "" if model.base_model is model else prefix
-    blocks = tuple(f"{path}." for path in stacks(model, adapter_for(model)))
+    expected = expected_shapes(model, own)
+    blocks = _disk_prefixes(model)
 
-    # A model with a head may be loaded from a checkpoint without one, and the other way round.
-    expected = {name: shape for name, shape in expected_shapes(model).items() if name.startswith(own)}
-    stored = {own + name.removeprefix(prefix): shape for name, shape in stored_shapes(files).items()}
+    def rename(name: str) -> str:
+        # A model with a head may be loaded from a checkpoint without one, and the other way round.
+        return name if name in expected or name.startswith(blocks) else own + name.removeprefix(prefix)
+
+    stored = {rename(name): shape for name, shape in stored_shapes(files).items()}
     _compare(expected, {name: stored[name] for name in stored if name in expected or name.startswith(blocks)})
 
 
@@ -44,12 +51,26 @@ def check_all(skeleton: PreTrainedModel, files: Iterable[str | Path]) -> None:
     _compare(expected_shapes(skeleton), stored_shapes(files))
 
 
-def expected_shapes(model: PreTrainedModel) -> Shapes:
-    """Shapes that a checkpoint of `model` holds, under the names on disk; a tied tensor counts once."""
+def expected_shapes(model: PreTrainedModel, prefix: str = "") -> Shapes:
+    """Shapes that a checkpoint of `model` holds, under the names on disk; a tied tensor counts once.
+
+    Args:
+        model: a skeleton will do.
+        prefix: of the modules that count; by default all do.
+    """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied and name not in ignored}
+    left_out = {*tied, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix) and name not in left_out
+    }
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+
+
+def _disk_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return what the names of the blocks' tensors begin with on disk, where LLaVA's differ from its modules'."""
+    found = stacks(model, adapter_for(model))
+    names = {f"{stack.path}.{END}": torch.empty(0, device="meta") for stack in found}
+    return tuple(name.removesuffix(END) for name in revert_weight_conversion(model, names))
 
 
 def stored_shapes(files: Iterable[str | Path]) -> Shapes:

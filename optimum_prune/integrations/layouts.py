@@ -8,10 +8,11 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
+from optimum_prune.configs import block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
 from optimum_prune.integrations.directories import replacing
 from optimum_prune.integrations.headers import check_all
-from optimum_prune.sizes import block_method, build_skeleton, describe_, resize_, why_not_stock
+from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_stock
 
 LAYOUTS = ("auto", "stock", "compact")
 CARD_MARK = "pruned with `optimum_prune`"
@@ -56,8 +57,8 @@ def save_checkpoint(
         record["layout"] = written
     if layout == "stock" and written != "stock":
         raise InvalidConfig(
-            f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune to equal sizes "
-            "that the class takes (allocation='uniform'; units=['mlp_channel'] where the heads are what it refuses)."
+            f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune to what the "
+            "class can say; Pruner.plan() tells (equal sizes in every layer, and a number of heads that it takes)."
         )
     with replacing(Path(directory), stale=_is_stale) as folder:
         try:

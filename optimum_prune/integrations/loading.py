@@ -1,17 +1,26 @@
 """Load what is to be pruned, and say in one line why it cannot be."""
 
 import json
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import torch
+import transformers
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from optimum_prune import registry
-from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError
+from optimum_prune.binding import adapter_for
+from optimum_prune.configs import METHOD, block, block_method
+from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
+from optimum_prune.integrations.quantizer import CheckpointConfig, PruningQuantizer
 from optimum_prune.measurements import Evaluation
 from optimum_prune.report import PruningReport
+
+logger = logging.getLogger(__name__)
 
 REPORT = "pruning_report.json"
 SHARED_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "gguf_file", "subfolder", "force_download"}
@@ -19,7 +28,7 @@ SHARED_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "gguf_fil
 
 
 def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
-    """Load a causal language model, whole.
+    """Load a model with its language-model head, whole, by the class that its adapter names.
 
     Raises:
         UnsupportedArchitecture: no adapter knows the model; found from the config, before weights are loaded.
@@ -29,8 +38,9 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
         raise InvalidConfig("output_loading_info cannot be passed: weights that are missing are an error anyway.")
     shared = {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
     with loading(name_or_path):
-        registry.load("adapters", AutoConfig.from_pretrained(name_or_path, **shared).model_type)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name_or_path, output_loading_info=True, **kwargs)
+        adapter = registry.load("adapters", AutoConfig.from_pretrained(name_or_path, **shared).model_type)
+        auto_class: Any = getattr(transformers, adapter.auto_class)
+        loaded: Any = auto_class.from_pretrained(name_or_path, output_loading_info=True, **kwargs)
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
@@ -38,6 +48,72 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
                 f"{type(model).__name__} needs. Load another kind of model yourself: Pruner(model, tokenizer)."
             )
     return model
+
+
+def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any) -> PreTrainedModel:
+    """Build what `load_model` would load, without its weights: names, shapes, dtypes and ties, on the meta device.
+
+    No file with weights is read, and of a Hub repository only `config.json` is fetched (of a GGUF the file, which is
+    all that there is).
+
+    Args:
+        name_or_path: a Hub id or a local directory.
+        dtype: as for `from_pretrained`. By default the config's; where that names none, as a GGUF's, float32.
+        kwargs: as for `from_pretrained`; those that do not say where the config is change nothing here.
+
+    Raises:
+        UnsupportedArchitecture: no adapter knows the model.
+        UnsupportedModel: the checkpoint is quantised.
+        CheckpointError: it does not exist, or its config builds no model.
+    """
+    with loading(name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, **{key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()})
+        auto_class: Any = getattr(transformers, registry.load("adapters", config.model_type).auto_class)
+        if (method := block_method(config)) not in (None, METHOD):
+            raise UnsupportedModel(
+                f"{name_or_path} is quantised ({method}). Prune the plain model that it was made of, then quantise."
+            )
+        given = {} if dtype in (None, "auto") else {"dtype": dtype}
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = auto_class.from_config(config, **given)
+        _keep_float32_(skeleton)
+        if method == METHOD:
+            quantizer = PruningQuantizer(CheckpointConfig(**block(config)), pre_quantized=True)
+            quantizer.preprocess_model(skeleton)
+            quantizer.postprocess_model(skeleton)
+    return skeleton
+
+
+def _keep_float32_(skeleton: PreTrainedModel) -> None:
+    """Do what loading does in 16 bits with weights that the class wants in float32, as T5 does."""
+    wanted = skeleton._get_dtype_plan(skeleton.dtype)  # no public name tells it
+    for name, parameter in skeleton.named_parameters():
+        for pattern, dtype in wanted.items():
+            if re.search(pattern.replace("*", ".*"), name):
+                parameter.data = parameter.data.to(dtype)
+
+
+def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: Any) -> tuple[Any, Any]:
+    """Load the tokenizer of a model, and the processor of one that reads images; what does not load is None.
+
+    Args:
+        model: already loaded.
+        name_or_path: where it came from.
+        kwargs: those of `load_model`.
+    """
+    shared = {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
+    processor = None
+    if adapter_for(model).auto_class == "AutoModelForImageTextToText":
+        try:
+            processor = AutoProcessor.from_pretrained(name_or_path, **shared)
+            return getattr(processor, "tokenizer", None), processor
+        except Exception as error:  # as in `loading`
+            logger.warning("%s has no processor that loads (%s); calibration sees no images.", name_or_path, error)
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, **shared), processor
+    except Exception as error:
+        logger.warning("%s has no tokenizer that loads (%s); calibration needs token ids.", name_or_path, error)
+        return None, processor
 
 
 @contextmanager

@@ -13,13 +13,14 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from optimum_prune.configs import COMPACT, METHOD, PER_LAYER, forget_quantizer_
 from optimum_prune.errors import CheckpointError, InvalidConfig
 from optimum_prune.integrations.headers import check_model
-from optimum_prune.sizes import COMPACT, METHOD, forget_quantizer_, resize_
+from optimum_prune.sizes import resize_
 
 
 class CheckpointConfig(QuantizationConfigMixin):
-    """The `quantization_config` block of a compact checkpoint. It calls the plugin; sizes are in `per_layer_config`."""
+    """The `quantization_config` block of a compact checkpoint: calls the plugin; holds sizes of no other place."""
 
     def __init__(self, **block: Any):
         super().__init__(METHOD)  # pyright: ignore[reportArgumentType]
@@ -59,7 +60,7 @@ class PruningQuantizer(HfQuantizer):
                 f"The checkpoint has layout {block['layout']!r}, version {block['version']!r}; this optimum_prune "
                 f"reads layout {COMPACT['layout']!r}, version {COMPACT['version']}. Update it."
             )
-        if unknown := sorted(block.keys() - COMPACT.keys()):
+        if unknown := sorted(block.keys() - {*COMPACT, PER_LAYER}):
             warnings.warn(
                 f"Unknown keys {unknown} in the quantization_config of this checkpoint, perhaps of a newer "
                 "optimum_prune. They are kept and not used.",

@@ -24,16 +24,25 @@ class Statistics:
     gradient: Tensor | None = None
 
 
+def no_weights(weight: Tensor, statistics: Statistics) -> Tensor:
+    """Stand in for `Scorer.score` where a scorer ranks whole layers only; never called."""
+    raise NotImplementedError("This scorer ranks whole layers, not weights.")
+
+
 @dataclass(frozen=True)
 class Scorer:
-    """A score of weights, larger = keep.
+    """A score of weights, or of whole layers (blocks and sub-layers); larger = keep.
 
     Attributes:
         name: as in `PruningConfig.scorer`.
         score: `(weight (d_out, d_in), Statistics) -> (d_out, d_in) float32`, never negative.
         reference: authors, year, arXiv id, equation; says so where it is a reconstruction.
+        patterns: those of `PruningConfig.pattern` for which it can be used.
         finish: applied to a unit's sum of scores over all its weights.
-        objective: what the gradient is of; None for scorers that need no data (then no calibration runs).
+        objective: what the gradient is of; None for scorers that need no gradient.
+        influence: `(before (T, d), after (T, d)) -> (T,) float32`: what a layer does to the residual stream at each
+            token; the mean over all tokens is the score of the layer.
+        draw: `Generator -> () float32`: the score of a layer for which no data is looked at.
         comparable: across what scores may be ranked: one `"row"`, one `"matrix"`, or the whole `"model"`.
         allocation: what `allocation="auto"` means for this scorer.
         seq_len: recommended calibration length in tokens; None leaves it to the model.
@@ -42,11 +51,19 @@ class Scorer:
     name: str
     score: Callable[[Tensor, Statistics], Tensor]
     reference: str
+    patterns: tuple[str, ...] = ("structured",)
     finish: Callable[[Tensor], Tensor] = lambda total: total
     objective: Objective | None = None
+    influence: Callable[[Tensor, Tensor], Tensor] | None = None
+    draw: Callable[[torch.Generator], Tensor] | None = None
     comparable: Literal["row", "matrix", "model"] = "model"
     allocation: Literal["uniform", "global", "gamma"] = "uniform"
     seq_len: int | None = None
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration has to run."""
+        return self.objective is not None or self.influence is not None
 
 
 def unit_scores(writers: Sequence[Tensor], readers: Sequence[Tensor], num_units: int) -> Tensor:

@@ -11,4 +11,15 @@ def score(weight: Tensor, statistics: Statistics) -> Tensor:
     return torch.rand(weight.shape, generator=statistics.generator, device="cpu").to(weight.device)
 
 
-SCORER = Scorer(name="random", score=score, reference="uniform random scores, seeded")
+def draw(generator: torch.Generator) -> Tensor:
+    """Draw the score of a whole layer, `() float32`."""
+    return torch.rand((), generator=generator, device="cpu")
+
+
+SCORER = Scorer(
+    name="random",
+    score=score,
+    draw=draw,
+    patterns=("structured", "layers"),
+    reference="uniform random scores, seeded",
+)

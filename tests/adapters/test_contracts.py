@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from optimum_prune import registry
-from optimum_prune.binding import adapter_for, bind
+from optimum_prune.binding import adapter_for, bind, stacks
+from optimum_prune.configs import stack_config
 from optimum_prune.sizes import build_skeleton, describe_, measure
 from optimum_prune.surgery import slice_
-from tests.models import VARIANTS, every_model, tokens
+from tests.models import VARIANTS, every_model, inputs
 from tests.outputs import outputs
 
 
@@ -21,13 +22,23 @@ def model(request):
 
 
 def draw_cuts(model, seed=0):
-    """Draw the kept units of every group: any number of them, anywhere, different from layer to layer."""
+    """Draw the kept units of every group: any number of them, different from layer to layer; ties are kept."""
     generator = torch.Generator().manual_seed(seed)
-    cuts = []
+    cuts, counts, tied = [], {}, {}
     for group in bind(model):
         count = int(torch.randint(1, group.num_units + 1, (), generator=generator))
-        cuts.append(torch.randperm(group.num_units, generator=generator)[:count].sort().values)
+        if group.group.tied:
+            count = counts.setdefault(group.stack, count)
+        kept = torch.randperm(group.num_units, generator=generator)[:count].sort().values
+        if group.group.tied == "units":
+            kept = tied.setdefault(group.stack, kept)
+        cuts.append(kept)
     return cuts
+
+
+def _inputs(model, dtype):
+    given = inputs(model, 3, 16)
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in given.items()}
 
 
 def cut_(model, cuts):
@@ -58,30 +69,59 @@ def test_an_adapter_is_named_like_its_file():
 
 
 def test_declared_paths_resolve(model):
-    for stack in adapter_for(model).stacks:
+    adapter = adapter_for(model)
+    assert [found.stack for found in stacks(model, adapter)] == list(adapter.stacks)
+    for stack in adapter.stacks:
         blocks = model.get_submodule(stack.path)
-        assert isinstance(blocks, nn.ModuleList) and len(blocks) == model.config.num_hidden_layers
+        depth = stack.depth or "num_hidden_layers"
+        assert isinstance(blocks, nn.ModuleList) and len(blocks) == getattr(stack_config(model.config, stack), depth)
         for block in blocks:
-            for group in stack.groups:
-                assert isinstance(block.get_submodule(group.site), nn.Module)
-                for path in (*group.writers, *group.readers):
-                    assert isinstance(block.get_submodule(path), nn.Linear)
-                width = block.get_submodule(group.writers[0]).out_features
-                for path in group.width_attributes:
-                    parent, _, attribute = path.rpartition(".")
-                    assert getattr(block.get_submodule(parent), attribute) == width
-                assert set(group.counts.values()) <= set(group.writers)
-                assert next(iter(group.counts.values())) == group.writers[0]
+            for path in stack.sublayers.values():
+                assert isinstance(block.get_submodule(path), nn.Module)
+        for path, attributes in stack.first.items():
+            first, second = (block.get_submodule(path) for block in blocks[:2])
+            assert all(hasattr(first, name) for name in attributes)
+            assert any(not hasattr(second, name) for name in attributes)
+
+
+def test_declared_groups_resolve(model):
+    for group in bind(model):
+        block, declared = group.block, group.group
+        assert isinstance(block.get_submodule(declared.site), nn.Module)
+        for path in (*declared.writers, *declared.readers):
+            assert isinstance(block.get_submodule(path), nn.Linear)
+        width = block.get_submodule(declared.writers[0]).out_features
+        for path in declared.width_attributes:
+            parent, _, attribute = path.rpartition(".")
+            assert getattr(block.get_submodule(parent), attribute) == width
+        assert set(declared.counts.values()) <= set(declared.writers)
+        assert next(iter(declared.counts.values())) == declared.writers[0]
+        assert len(group.tables) == (len(declared.tables) if group.layer == 0 else 0)
+
+
+def test_every_linear_of_a_block_is_declared(model):
+    for found in stacks(model, adapter_for(model)):
+        for layer, block in enumerate(found.blocks):
+            declared = [
+                linear
+                for group in bind(model)
+                if (group.stack, group.layer) == (found.path, layer)
+                for linear in group.linears
+            ]
+            assert set(declared) == {module for module in block.modules() if isinstance(module, nn.Linear)}
 
 
 def test_declared_counts_are_those_of_the_config(model):
-    for counts in measure(model).values():
-        assert counts == {name: getattr(model.config, name) for name in counts}
+    for stack in adapter_for(model).stacks:
+        config = stack_config(model.config, stack)
+        for counts in measure(model)[stack.path].values():
+            assert counts == {name: getattr(config, name) for name in counts}
     for group in bind(model):
         assert group.num_units == next(iter(group.counts().values()))
         if group.group.unit_size_key:
-            derived = model.config.hidden_size // model.config.num_attention_heads
-            assert group.unit_size == (getattr(model.config, group.group.unit_size_key, None) or derived)
+            config = stack_config(model.config, group.declared)
+            derived = config.hidden_size // config.num_attention_heads
+            assert group.unit_size == (getattr(config, group.group.unit_size_key, None) or derived)
 
 
 def test_keeping_all_changes_nothing(model):
@@ -100,7 +140,7 @@ def test_slicing_equals_masking(model, seed, dtype, tolerance):
     cuts = draw_cuts(model, seed)
     masked, sliced = mask_(copy.deepcopy(model), cuts), cut_(copy.deepcopy(model), cuts)
     with torch.no_grad():
-        dense, expected, got = (m(input_ids=tokens(3, 16)).logits for m in (model, masked, sliced))
+        dense, expected, got = (m(**_inputs(model, dtype)).logits for m in (model, masked, sliced))
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
     assert (got - dense).abs().max() > 0.01 * dense.abs().max()  # else the cut was no cut
 
@@ -119,6 +159,7 @@ def test_parameters_are_as_many_as_the_counts_predict(model, seed):
         gone = 1 - len(kept) / group.num_units
         expected -= round(gone * sum(w.weight.numel() for w in group.linears))
         expected -= round(gone * sum(w.bias.numel() for w in group.writers if w.bias is not None))
+        expected -= round(gone * sum(table.weight.numel() for table in group.tables))
     assert cut_(model, cuts).num_parameters() == expected
 
 
@@ -137,6 +178,9 @@ def test_only_declared_tensors_change_and_keep_the_right_rows(model):
         for name in names:
             units = before[f"{name}.weight"].unflatten(1, (group.num_units, -1))
             expected[f"{name}.weight"] = units[:, kept].flatten(1, 2)
+        for path in group.group.tables if group.layer == 0 else ():
+            name = f"{group.stack}.0.{path}.weight"
+            expected[name] = before[name][:, kept]
     after = cut_(model, cuts).state_dict()
     assert after.keys() == expected.keys()
     for name, tensor in after.items():

@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification, LlamaModel
 
-from optimum_prune.binding import bind
+from optimum_prune.binding import adapter_for, bind, stacks
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.gradients import HALF_SCALE, stream_gradients
-from optimum_prune.errors import UnsupportedModel
+from optimum_prune.errors import CalibrationError, UnsupportedModel
 from optimum_prune.scorers.ntk import SCORER as NTK
 from optimum_prune.scorers.ntk import objective as ntk
 from optimum_prune.scoring import score_groups
-from tests.models import llama, mistral, tokens
+from tests.models import VARIANTS, inputs, llama, llava, mistral, tokens
 
 LENGTHS = (12, 5, 9, 12, 1)
 
@@ -35,23 +35,32 @@ def batches_of(batch_size, lengths=LENGTHS, pad=0) -> list[dict[str, torch.Tenso
     return list(CalibrationData(samples, 12, "test").batches(batch_size, pad))
 
 
-def linears_of(model, layers=None) -> dict[int, list[nn.Linear]]:
-    blocks = dict(enumerate(model.model.layers))
-    return {i: [m for m in blocks[i].modules() if isinstance(m, nn.Linear)] for i in layers or blocks}
+def stacks_of(model) -> dict[str, nn.ModuleList]:
+    return {found.path: found.blocks for found in stacks(model, adapter_for(model))}
+
+
+def linears_of(model, layers=None) -> dict[tuple[int, int], list[nn.Linear]]:
+    """Return the linears of every block, or of some blocks of every stack."""
+    blocks = {(s, b): block for s, stack in enumerate(stacks_of(model).values()) for b, block in enumerate(stack)}
+    return {
+        place: [m for m in block.modules() if isinstance(m, nn.Linear)]
+        for place, block in blocks.items()
+        if layers is None or place[1] in layers
+    }
 
 
 def streamed(model, batches, objective=ntk, layers=None) -> dict[nn.Linear, torch.Tensor]:
     gradients: dict[nn.Linear, torch.Tensor] = {}
-    order: list[int] = []
+    order: list[tuple[int, int]] = []
 
-    def reduce(index, of_block):
+    def reduce(place, of_block):
         assert not torch.is_grad_enabled()
-        order.append(index)
+        order.append(place)
         gradients.update(of_block)
 
     linears = linears_of(model, layers)
-    stream_gradients(model, model.model.layers, linears, batches, objective, reduce)
-    assert order == list(reversed(range(min(linears), len(model.model.layers))))
+    stream_gradients(model, stacks_of(model), linears, batches, objective, reduce)
+    assert order == sorted((place for place in linears_of(model) if place >= min(linears)), reverse=True)
     assert gradients.keys() == {linear for of_block in linears.values() for linear in of_block}
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     return gradients
@@ -65,8 +74,12 @@ def plain(model, batches, objective=ntk, layers=None, scale=1.0) -> Iterator[tup
     for batch in batches:
         model.zero_grad()
         logits = model(**batch, use_cache=False).logits
-        (objective(logits, batch["attention_mask"].bool()) * (scale / samples)).backward()
-        new = [linear.weight.grad.float() for linear in linears]
+        mask = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()
+        (objective(logits, mask) * (scale / samples)).backward()
+        new = [
+            torch.zeros_like(linear.weight) if linear.weight.grad is None else linear.weight.grad.float()
+            for linear in linears
+        ]
         totals = [total + grad for total, grad in zip(totals, new, strict=True)] if totals else new
     model.zero_grad()
     return zip(linears, (total / scale for total in totals), strict=True)
@@ -128,6 +141,78 @@ class TestEqualsAPlainBackward:
         expected = streamed(model, batches).values()
         model.train().gradient_checkpointing_enable()
         assert all(torch.equal(a, b) for a, b in zip(streamed(model, batches).values(), expected, strict=True))
+
+
+def batches_for(model, lengths=(12, 12, 12)) -> list[dict[str, torch.Tensor]]:
+    """Return two batches of any architecture, the second one of a single sample; with padding where lengths differ."""
+    samples = [inputs(model, 1, length, seed=i) for i, length in enumerate(lengths)]
+    joined = CalibrationData(
+        [sample["input_ids"][0] for sample in samples],
+        12,
+        "test",
+        targets=[s["decoder_input_ids"][0] for s in samples] if model.config.is_encoder_decoder else None,
+        start=0,
+        images=[s["pixel_values"] for s in samples] if "pixel_values" in samples[0] else None,
+    )
+    return list(joined.batches(2, 0))
+
+
+class TestEveryArchitecture:
+    """The order of additions differs where several blocks read the same encoder, so equal is within rounding."""
+
+    @pytest.mark.parametrize("name", VARIANTS)
+    def test_equals_a_plain_backward(self, name):
+        model = VARIANTS[name]()
+        batches = batches_for(model)
+        got = streamed(model, batches)
+        for linear, expected in plain(model, batches):
+            assert (got[linear] - expected).norm() <= 1e-5 * expected.norm()
+
+    @pytest.mark.parametrize("name", ["t5", "t5-gated"])
+    def test_with_padding_in_both_stacks(self, name):
+        model = VARIANTS[name]()
+        batches = batches_for(model, lengths=(12, 5, 9))
+        got = streamed(model, batches)
+        for linear, expected in plain(model, batches):
+            assert expected.norm() > 0
+            assert (got[linear] - expected).norm() <= 1e-5 * expected.norm()
+
+    @pytest.mark.parametrize("name", ["t5", "llava"])
+    def test_of_the_later_stack_alone(self, name):
+        model = VARIANTS[name]()
+        later = {place: linears for place, linears in linears_of(model).items() if place[0] == 1}
+        got, places = {}, []
+
+        def reduce(place, gradients):
+            places.append(place)
+            got.update(gradients)
+
+        stream_gradients(model, stacks_of(model), later, batches_for(model), ntk, reduce)
+        assert places == sorted(later, reverse=True)
+        for linear, expected in plain(model, batches_for(model)):
+            if linear in got:
+                assert (got[linear] - expected).norm() <= 1e-5 * expected.norm()
+
+    def test_the_vision_tower_is_read_before_its_last_block(self):
+        model = llava()
+        got = streamed(model, batches_for(model))
+        norms = [
+            sum(got[m].norm().item() for m in block.modules() if isinstance(m, nn.Linear))
+            for block in model.model.vision_tower.encoder.layers
+        ]
+        assert norms[0] > 0 and norms[1] > 0 and norms[2] == 0
+
+    def test_after_a_forward_that_collected_hidden_states(self):
+        model = llava()
+        model(**inputs(model))  # from here on transformers' own hooks sit on the tower
+        got = streamed(model, batches_for(model))
+        for linear, expected in plain(model, batches_for(model)):
+            assert (got[linear] - expected).norm() <= 1e-5 * expected.norm()
+
+    def test_a_tower_that_no_sample_passes_through(self):
+        model = llava()
+        with pytest.raises(CalibrationError, match=r"No calibration sample passes through model.vision_tower.*images"):
+            streamed(model, batches_of(2))
 
 
 class TestPaddingAndBatches:
@@ -221,7 +306,7 @@ class TestLeavesTheModelAsItWas:
 
         before = self.state(model)
         with pytest.raises(ValueError, match="2"):
-            stream_gradients(model, model.model.layers, linears_of(model), batches_of(2), ntk, reduce)
+            stream_gradients(model, stacks_of(model), linears_of(model), batches_of(2), ntk, reduce)
         assert self.state(model) == before
 
 
@@ -231,13 +316,13 @@ class TestRefuses:
     def test_a_block_that_gives_no_numbers(self, index, value):
         model = llama()
         model.model.layers[index].mlp.down_proj.weight.data[0, 0] = value
-        with pytest.raises(UnsupportedModel, match=rf"block {index} .*not finite.*bfloat16 or float32"):
+        with pytest.raises(UnsupportedModel, match=rf"model.layers.{index} .*not finite.*bfloat16 or float32"):
             streamed(model, batches_of(2))
 
     def test_an_overflow_of_activations(self):
         model = llama().half()
         model.model.layers[1].mlp.down_proj.weight.data.fill_(6e4)
-        with pytest.raises(UnsupportedModel, match=r"block 1 .*not finite"):
+        with pytest.raises(UnsupportedModel, match=r"model.layers.1 .*not finite"):
             streamed(model, batches_of(2))
 
     @pytest.mark.parametrize(("module", "what"), [("model.embed_tokens", "embeddings"), ("lm_head", "head")])
@@ -248,7 +333,7 @@ class TestRefuses:
             streamed(model, batches_of(2))
 
     def test_gradients_that_are_no_numbers(self):
-        with pytest.raises(UnsupportedModel, match="gradient of block 2"):
+        with pytest.raises(UnsupportedModel, match=r"gradient of model\.layers\.2"):
             streamed(llama(), batches_of(2), lambda logits, mask: (0 * logits).sum().sqrt())
 
     @pytest.mark.parametrize(
@@ -257,9 +342,9 @@ class TestRefuses:
     def test_a_model_without_logits_per_token(self, build):
         model = build(llama().config).eval()
         blocks = getattr(model, "model", model).layers
-        linears = {0: [blocks[0].mlp.up_proj]}
+        linears = {(0, 0): [blocks[0].mlp.up_proj]}
         with pytest.raises(UnsupportedModel, match=r"gives no logits \(batch, tokens, vocabulary\)"):
-            stream_gradients(model, blocks, linears, batches_of(2), ntk, lambda *_: None)
+            stream_gradients(model, {"layers": blocks}, linears, batches_of(2), ntk, lambda *_: None)
 
 
 class WeightSized(TorchDispatchMode):
@@ -299,5 +384,5 @@ def test_holds_one_blocks_gradients_at_a_time(dtype):
         list(plain(model, batches[:1]))
     assert whole.peak >= 5 * 7  # what there is to save, and that the counter counts
     with WeightSized(model) as one:
-        stream_gradients(model, model.model.layers, linears_of(model), batches, ntk, lambda *_: None)
+        stream_gradients(model, stacks_of(model), linears_of(model), batches, ntk, lambda *_: None)
     assert one.peak <= 7 + 1  # a block's seven, and the one that is being added or looked at

@@ -10,7 +10,7 @@ from optimum_prune.calibration import self_sampling
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
-from tests.models import llama, mistral
+from tests.models import IMAGE_TOKEN, llama, llava, mistral
 
 BOS, EOS = 1, 2
 
@@ -86,6 +86,20 @@ def test_without_bos_the_first_token_is_eos_and_without_both_it_is_random(tokeni
     assert len(set(lost)) > 10 and lost == first(bos_token_id=None, eos_token_id=None)
 
 
+def test_the_placeholder_of_an_image_is_never_drawn():
+    model = llava()
+    others = draw(model, num_samples=8)
+    assert IMAGE_TOKEN not in others
+    with torch.no_grad():
+        model.lm_head.weight[IMAGE_TOKEN] = 100 * torch.randn(32, generator=torch.Generator().manual_seed(0))
+        assert (model(others).logits.argmax(dim=-1) == IMAGE_TOKEN).any(), "this model loves the token"
+    assert IMAGE_TOKEN not in draw(model, num_samples=8)
+    for name in ("bos_token_id", "eos_token_id"):
+        setattr(model.config.text_config, name, None)
+    first = draw(model, num_samples=2000, batch_size=2000, seq_len=1)
+    assert set(first.flatten().tolist()) == set(range(IMAGE_TOKEN))
+
+
 def test_an_end_token_does_not_end_a_sample():
     model = llama()
     model.lm_head = torch.nn.Linear(32, 96)
@@ -134,8 +148,9 @@ def test_models_that_cannot_generate_are_refused():
     headless = LlamaModel(llama().config)
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     for model in (headless, t5):
-        with pytest.raises(CalibrationError, match=rf"head, got {type(model).__name__}. Give texts, a file"):
+        with pytest.raises(CalibrationError, match=rf"head, got {type(model).__name__}. Give texts, a file") as caught:
             draw(model)
+        assert ("target_column" in str(caught.value)) == (model is t5)
 
 
 def test_logits_that_are_not_finite_are_refused():

@@ -75,6 +75,43 @@ def test_a_text_file_is_one_text(tmp_path, name):
     assert read(tmp_path / f"{name}.gz") == ("texts", ["packed"])
 
 
+def test_tables_of_pairs(tmp_path):
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": None}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    expected = ("text pairs", [("a", "b"), ("c", None)])
+    for source in (tmp_path / "a.jsonl", tmp_path / "a.parquet", Dataset.from_list(rows)):
+        assert read(source, target_column="answer") == expected
+    assert read(tmp_path / "a.jsonl", target_column="question", text_column="answer")[1] == [("b", "a"), (None, "c")]
+
+
+def test_tables_of_token_ids_with_targets(tmp_path):
+    rows = [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "labels": [7, -100]}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    expected = ("token pairs", [([5, 6], [7])])
+    assert read(tmp_path / "a.jsonl", target_column="labels") == expected
+    config = CalibrationConfig(tmp_path / "a.jsonl")
+    source = open_source(config, "encoder-decoder")
+    assert (source.kind, list(source.items)) == expected
+    assert open_source(config).kind == "token ids"
+
+
+def test_a_folder_of_pairs(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "answer": "b"}])
+    write_csv(tmp_path / "b.csv", [{"text": "c", "answer": "d"}])
+    assert read(tmp_path, target_column="answer") == ("text pairs", [("a", "b"), ("c", "d")])
+    (tmp_path / "c.txt").write_text("plain")
+    with pytest.raises(CalibrationError, match=r"target_column='answer' names a column, and '.*c\.txt' has none"):
+        read(tmp_path, target_column="answer")
+
+
+@pytest.mark.parametrize("source", [["a text"], [[1, 2]]])
+@pytest.mark.parametrize("option", ["target_column", "image_column"])
+def test_a_list_has_no_columns(source, option):
+    with pytest.raises(CalibrationError, match=rf"{option}='x' names a column, and a list has none\. Give a dataset"):
+        read(source, **{option: "x"})
+
+
 def test_tables_of_token_ids(tmp_path):
     rows = [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}, {"input_ids": [7], "attention_mask": [1]}]
     write_jsonl(tmp_path / "a.jsonl", rows)

@@ -69,7 +69,7 @@ def test_body():
     card = model_card(report(), evaluations=BOTH, layout="compact", file_bytes=36_100_000)
     text = " ".join(card.text.split())
     assert "`org/dense`, pruned with `optimum_prune`: of 10,000 parameters, 9,000 are left (36.1 MB of weight" in text
-    assert "allocation `gamma` (MLP sparsity = 2.5 x attention sparsity)" in text
+    assert "allocation `gamma` (MLP sparsity = gamma x attention sparsity, gamma 2.5)" in text
     assert "| `kv_group` | 10.0% | 8.3% | 11 of 12 |" in card.text
     assert "| all | 20.0% | 27.1% |  |" in card.text
     assert "| model.layers.0 | 3 of 4 | 16 of 24 |" in card.text
@@ -183,7 +183,7 @@ def test_how_to_reproduce():
         ]
     ),
     calibration=st.sampled_from([None, DATA]),
-    gamma=st.sampled_from([None, 3.0]),
+    gamma=st.sampled_from([None, {"model.layers": 3.0}]),
     base=st.sampled_from([(None, None), ("/home/me/dense", None), ("org/dense", "0123abc")]),
     warnings=st.sampled_from([[], ["Few tokens.", "A dead column."]]),
     layout=st.sampled_from(["stock", "compact"]),

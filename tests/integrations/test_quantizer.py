@@ -23,11 +23,12 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from optimum_prune.config import PruningConfig
+from optimum_prune.configs import METHOD
 from optimum_prune.errors import CheckpointError, InvalidConfig
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.quantizer import CheckpointConfig, PruningQuantizer, register
 from optimum_prune.pipeline import prune
-from optimum_prune.sizes import METHOD, measure
+from optimum_prune.sizes import measure
 from tests.models import llama, tokens
 from tests.outputs import left_padded, load, outputs
 from tests.processes import answer
@@ -198,7 +199,8 @@ def test_sequence_classification(compact, tmp_path):
 def test_text_generation_pipeline(compact):
     words = tokenizer()
     generator = pipeline("text-generation", model=str(compact), tokenizer=words)
-    ids, mask = left_padded()
+    given, mask = left_padded(llama())
+    ids = given["input_ids"]
     prompts = [
         " ".join(words.convert_ids_to_tokens(row[keep].tolist())) for row, keep in zip(ids, mask.bool(), strict=True)
     ]

@@ -18,7 +18,11 @@ from tests.models import llama, tokens
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, CHANNELS, VOCABULARY = 8, 4, 2, 6, 7, 11
 SAMPLES = [tokens(1, length, seed=length, vocabulary=VOCABULARY)[0] for length in (6, 2, 5, 6)]
-SCORERS = [registry.load("scorers", name) for name in registry.available("scorers")]
+SCORERS = [
+    scorer
+    for name in registry.available("scorers")
+    if "structured" in (scorer := registry.load("scorers", name)).patterns
+]
 
 
 def small_llama():

@@ -1,0 +1,134 @@
+"""What the commands share: flags that are the fields of the configurations, and errors in one line."""
+
+import argparse
+import logging
+import typing
+import warnings
+from collections.abc import Callable
+from dataclasses import Field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from optimum_prune import registry
+from optimum_prune.config import CalibrationConfig, PruningConfig, read_recipe
+from optimum_prune.errors import PruningError
+
+CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
+LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
+INTERRUPTED = 130  # what shells report of a program that ended by Ctrl-C
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose complaint about a user's mistake is one line, without the page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown flags with the nearest one; the root parser would refuse them with its own usage."""
+        namespace, foreign = super().parse_known_args(args, namespace)
+        if foreign:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            nearest = get_close_matches(foreign[0].partition("=")[0], flags, n=1)
+            suggestion = f". Did you mean {nearest[0]}?" if nearest else ""
+            self.error(f"unrecognized arguments: {' '.join(foreign)}{suggestion}")
+        return namespace, foreign
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Declare what is pruned, and where from."""
+    parser.allow_abbrev = False  # a script's `--s` must not change its meaning when a field is added
+    parser.epilog = (
+        f"Architectures: {', '.join(registry.available('adapters'))}. "
+        f"Scorers: {', '.join(registry.available('scorers'))}."
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="model id on the Hub, or a local folder")
+    add("--recipe", type=Path, metavar="FILE", help="YAML or JSON recipe; flags override its values")
+    add(
+        "--layout",
+        choices=("auto", "stock", "compact"),
+        default="auto",
+        help="how the model is written: 'stock' loads without this package and needs equal widths in "
+        "every layer, 'compact' takes any; 'auto' chooses (default)",
+    )
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="dtype to load in")
+    add("--gguf-file", metavar="FILE", help="GGUF file inside the model's folder or repository")
+
+
+def add_configs(parser: argparse.ArgumentParser) -> None:
+    """Declare the fields of the configurations."""
+    _add_fields(parser.add_argument_group("pruning"), PruningConfig)
+    _add_fields(parser.add_argument_group("calibration"), CalibrationConfig, prefix=CALIBRATION)
+
+
+def attempt(
+    command: Callable[[argparse.Namespace], None], args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Do what was asked; a user's mistake ends in one line and exit code 2."""
+    _warn_plainly()
+    try:
+        command(args)
+    except PruningError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(INTERRUPTED, "\nInterrupted.\n")  # below what is left of a progress bar
+
+
+def loading_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given of the flags that go to `from_pretrained`."""
+    return {name: value for name in LOADING if (value := getattr(args, name, None)) is not None}
+
+
+def read_config(args: argparse.Namespace) -> PruningConfig:
+    """Merge the recipe and the flags, then check the result: a recipe may leave what a flag gives."""
+    recipe = read_recipe(args.recipe) if args.recipe else {}
+    calibration = CalibrationConfig.from_dict(recipe.get("calibration", {}))
+    calibration = replace(calibration, **_given(args, CalibrationConfig, CALIBRATION))
+    return PruningConfig.from_dict({**recipe, **_given(args, PruningConfig), "calibration": calibration})
+
+
+def _warn_plainly() -> None:
+    """Show warnings as plain lines, as log messages are already, and only those that a user can act upon."""
+    warnings.formatwarning = lambda message, *_: f"{message}\n"  # the line of a file says nothing in a shell
+    warnings.simplefilter("ignore", FutureWarning)  # of other libraries, for those who program with them
+    # transformers warns of looks at a count that the layers no longer have in common, and takes them itself
+    logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
+
+
+def _add_fields(group: Any, config: type, prefix: str = "") -> None:
+    for option in fields(config):
+        if option.name != "calibration":  # its fields are flags of their own
+            default = "" if option.default is None else f" (default: {option.default})"
+            group.add_argument(
+                f"--{prefix}{option.name}".replace("_", "-"),
+                default=argparse.SUPPRESS,  # a flag that is not given leaves the recipe's value alone
+                help=f"{option.metadata['help']}{default}".replace("%", "%%"),
+                **_value(option),
+            )
+
+
+def _value(option: Field) -> dict[str, Any]:
+    """Translate a field's type into what argparse calls it."""
+    kinds = typing.get_args(option.type) or (option.type,)
+    if list[str] in kinds:
+        return {"nargs": "+", "metavar": "NAME"}
+    if float in kinds:
+        return {"type": float if option.default is None else _number_or_word, "metavar": "X"}
+    if int in kinds:
+        return {"type": int, "metavar": "N"}
+    return {"metavar": "NAME"}
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _given(args: argparse.Namespace, config: type, prefix: str = "") -> dict[str, Any]:
+    flags = {option.name: f"{prefix}{option.name}" for option in fields(config)}
+    return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}

@@ -1,0 +1,54 @@
+"""The command `optimum-cli prune plan`: what a run would keep and save; no weight is read."""
+
+import argparse
+import json
+from pathlib import Path
+
+# not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from optimum_prune.commands.flags import add_configs, add_model, attempt, loading_options, read_config
+from optimum_prune.errors import InvalidConfig
+
+
+class PlanCommand(BaseOptimumCLICommand):
+    """`optimum-cli prune plan`: print what `run` would do with the same flags, and refuse what it would refuse."""
+
+    COMMAND = CommandInfo("plan", help="Show what pruning would keep and save, without loading the model.")
+    parser: argparse.ArgumentParser
+    args: argparse.Namespace
+
+    @staticmethod
+    def parse_args(parser: argparse.ArgumentParser) -> None:
+        """Declare the flags."""
+        add_model(parser)
+        add = parser.add_argument
+        add(
+            "--tensor-parallel",
+            type=int,
+            default=1,
+            metavar="N",
+            help="show only counts of heads and MLP channels that so many devices can divide (default: 1)",
+        )
+        add("--json", type=Path, metavar="FILE", help="write the plan to this file, too")
+        add_configs(parser)
+
+    def run(self) -> None:
+        """Do what was asked."""
+        attempt(_plan, self.args, self.parser)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    config = read_config(args)
+
+    from optimum_prune.integrations.loading import load_skeleton
+    from optimum_prune.planning.planner import make_plan  # here, because it brings torch
+
+    plan = make_plan(load_skeleton(args.model, **loading_options(args)), config, args.tensor_parallel, skeleton=True)
+    plan.check_layout(args.layout)
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidConfig(f"--json {str(args.json)!r} cannot be written: {error.strerror}.") from error
+    print(plan)

@@ -1,0 +1,98 @@
+"""A model's configs: which describes a stack, and what the plugin writes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from optimum_prune.adapters.base import Stack
+
+if TYPE_CHECKING:
+    # Not at run time: importing transformers' models registers the plugin, and the plugin needs this file.
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+METHOD = "optimum_prune"
+COMPACT = {
+    "quant_method": METHOD,
+    "version": 1,
+    "layout": "compact",
+    "hint": "pip install optimum-prune, then `import optimum_prune` before from_pretrained",
+}
+"""The `quantization_config` block of a compact checkpoint: it makes transformers call the plugin."""
+PER_LAYER = "per_layer"
+"""Key in that block: path of a stack -> layer -> config attribute -> count."""
+LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Config attributes with an entry for every layer. By name, since a list of end tokens may happen to be as long."""
+
+
+def stack_config(config: PreTrainedConfig, stack: Stack) -> Any:
+    """Return the (sub)config that describes a stack."""
+    return getattr(config, stack.config) if stack.config else config
+
+
+def stack_configs(model: PreTrainedModel, stack: Stack) -> list[PreTrainedConfig]:
+    """Return all config objects that describe a stack: the model's own, and the copies that T5's stacks hold."""
+    own = stack_config(model.config, stack)
+    models: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
+    copies = {id(part.config): part.config for part in models if type(part.config) is type(own)}
+    return list(({id(own): own} | copies).values())
+
+
+def assign(configs: Iterable[PreTrainedConfig], values: Mapping[str, Any]) -> None:
+    """Set attributes of several configs."""
+    for config in configs:
+        for name, value in values.items():
+            setattr(config, name, value)
+
+
+def layer_types(config: Any, kept: Sequence[int] | None = None) -> list[str] | None:
+    """Return the config's kinds of attention by layer, of all layers or of those kept; None where all are alike."""
+    kinds = getattr(config, "layer_types", None)
+    return kinds if kinds is None or kept is None else [kinds[layer] for layer in kept]
+
+
+def keep_layers_(configs: Iterable[PreTrainedConfig], stack: Stack, kept: Sequence[int]) -> None:
+    """Make configs describe those layers of a stack that are kept: their number, and every list by layer."""
+    for config in configs:
+        setattr(config, str(stack.depth), len(kept))
+        for name in LISTS:
+            if (entries := getattr(config, name, None)) is not None:
+                setattr(config, name, [entries[layer] for layer in kept])
+
+
+def make_plain_(config: PreTrainedConfig, declared: Sequence[Stack]) -> None:
+    """Take everything compact out of a config; its global counts are read and written freely after this."""
+    for stack in declared:
+        own = stack_config(config, stack)
+        own.per_layer_config = None
+        own.__dict__.pop("allow_global_per_layer_attribute_access", None)
+    if block_method(config) == METHOD:
+        delattr(config, "quantization_config")
+
+
+def block_method(config: PreTrainedConfig) -> str | None:
+    """Name of the method in `config.quantization_config`, a dict or an object, if there is one."""
+    return block(config).get("quant_method")
+
+
+def block(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """Return `config.quantization_config`, a dict or an object, as a mapping of what is read of it here."""
+    found = getattr(config, "quantization_config", None) or {}
+    if isinstance(found, Mapping):
+        return found
+    return {key: getattr(found, key) for key in ("quant_method", PER_LAYER) if hasattr(found, key)}
+
+
+def forget_quantizer_(model: PreTrainedModel) -> None:
+    """Make a model whose weights are plain an ordinary one again; `config.quantization_config` is left alone.
+
+    With `hf_quantizer` kept, `save_pretrained(state_dict=...)` would silently ignore the dict it is given.
+    """
+    for attribute in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    setattr(model, "is_quantized", False)  # noqa: B010 - an attribute that transformers declares nowhere
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config.__dict__.pop("_is_quantized", None)

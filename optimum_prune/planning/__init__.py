@@ -1,0 +1,1 @@
+"""What a run will keep and save, before it: from shapes alone."""

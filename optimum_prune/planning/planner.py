@@ -1,0 +1,101 @@
+"""The planner: the refusals of the run, then what it will keep."""
+
+from collections.abc import Collection, Iterable
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from optimum_prune import checks
+from optimum_prune.binding import adapter_for, bind
+from optimum_prune.bounds import Range
+from optimum_prune.calibration.refusals import check_calibration
+from optimum_prune.config import PruningConfig
+from optimum_prune.depth import DepthTargets
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.pipeline import FIND_TARGETS, REASONS, TOLERANCE, load_scorer
+from optimum_prune.planning.costs import model_costs
+from optimum_prune.planning.depth import depth_outlook
+from optimum_prune.planning.plan import Plan, PlannedTotal
+from optimum_prune.planning.table import percent
+from optimum_prune.planning.width import width_outlook
+
+NONE = Range(0, 0)
+
+
+def make_plan(
+    model: PreTrainedModel,
+    config: PruningConfig,
+    tensor_parallel: int = 1,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    skeleton: bool = False,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        model: left as it was.
+        config: of the run.
+        tensor_parallel: devices among which heads and MLP channels are to be divided; the run knows nothing of it.
+        tokenizer: of the run.
+        skeleton: the model stands for one that is not loaded: weights and tokenizer are not there to be refused.
+
+    Raises:
+        PruningError: whatever the run would refuse before it reads data.
+    """
+    if not isinstance(config, PruningConfig):
+        raise InvalidConfig(f"config must be a PruningConfig, got a {type(config).__name__}.")
+    devices = checks.integer(1)("tensor_parallel", tensor_parallel)
+    scorer = load_scorer(config)
+    targets = FIND_TARGETS[config.pattern](model, config, scorer)
+    if not skeleton:
+        targets.check(model)
+    if scorer.needs_data:
+        check_calibration(config.calibration, model, tokenizer, default_seq_len=scorer.seq_len, skeleton=skeleton)
+    if isinstance(targets, DepthTargets):
+        cut, outlook = [], depth_outlook(model, targets, config, scorer)
+    else:
+        cut, outlook = targets.groups, width_outlook(model, targets, devices)
+    before = model_costs(model)
+    return Plan(
+        config=config.to_dict(),
+        model_type=adapter_for(model).model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        allocation=targets.allocation,
+        gamma=targets.gamma or None,
+        tensor_parallel=devices,
+        groups=outlook.groups,
+        totals=outlook.totals,
+        before=before,
+        after={
+            name: _left(cost, [gone[name] for gone in outlook.removed if name in gone]) for name, cost in before.items()
+        },
+        layout=outlook.layout,
+        warnings=[
+            *_differences(outlook.totals, REASONS[config.pattern]),
+            *outlook.warnings,
+            *_undivided(model, {group.name for group in cut}, devices),
+        ],
+    )
+
+
+def _left(before: int, removed: Iterable[Range]) -> Range:
+    gone = sum(removed, NONE)
+    return Range(before - gone.highest, before - gone.lowest)
+
+
+def _differences(totals: Iterable[PlannedTotal], reason: str) -> list[str]:
+    """Word what the run will warn of, where all that may be achieved is too far from what is asked."""
+    return [
+        f"{total.unit} of {total.stack}: asked {total.asked:.1%}, achieved {percent(total.achieved)}: {reason}."
+        for total in totals
+        if total.asked - max(total.achieved) > TOLERANCE or min(total.achieved) - total.asked > TOLERANCE
+    ]
+
+
+def _undivided(model: PreTrainedModel, cut: Collection[str], devices: int) -> list[str]:
+    """Word that the devices cannot divide what is not cut."""
+    left_alone = [group for group in bind(model) if group.declared.default and group.name not in cut]
+    odd = {(group.unit, group.stack): group.num_units for group in left_alone if group.num_units % devices}
+    return [
+        f"{unit} of {stack}: tensor_parallel={devices} does not divide the {units} of a layer that is not cut."
+        for (unit, stack), units in odd.items()
+    ]

@@ -1,0 +1,103 @@
+"""`optimum-cli prune plan`: the table, the file, and one line for a refusal; no weight is read."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+from optimum.commands import optimum_cli
+
+from optimum_prune import PruningConfig
+from optimum_prune.integrations.loading import load_skeleton
+from optimum_prune.planning.planner import make_plan
+from tests.models import llama
+from tests.processes import run
+
+CLI = "from optimum.commands.optimum_cli import main; main()"
+ERROR = "optimum-cli prune plan: error: "
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    """Return a checkpoint of which only the config is left: whoever reads weights fails."""
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    llama(dtype="bfloat16").save_pretrained(folder)
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    return folder
+
+
+@pytest.fixture
+def cli(dense, monkeypatch, capfd):
+    """Return a function that runs `optimum-cli prune plan` in this process -> (exit code, stdout, stderr)."""
+    monkeypatch.chdir(dense.parent)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(warnings, "filters", list(warnings.filters))
+    monkeypatch.setattr(logging.getLogger("transformers.integrations.heterogeneity"), "level", logging.NOTSET)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["optimum-cli", "prune", "plan", "--model", "dense", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            optimum_cli.main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+def test_prints_the_plan(cli, dense):
+    code, shown, complaints = cli("--sparsity", 0.3, "--scorer", "magnitude", "--tensor-parallel", 2)
+    plan = make_plan(load_skeleton(dense), PruningConfig(scorer="magnitude", sparsity=0.3), 2, skeleton=True)
+    assert (code, shown, complaints) == (0, f"{plan}\n", "")
+
+
+def test_json_file(cli, dense, tmp_path):
+    file = tmp_path / "plan.json"
+    code, _, _ = cli("--sparsity", 0.5, "--scorer", "magnitude", "--round-to", 1, "--json", file)
+    plan = make_plan(load_skeleton(dense), PruningConfig(scorer="magnitude", sparsity=0.5, round_to=1), skeleton=True)
+    assert code == 0 and json.loads(file.read_text()) == json.loads(json.dumps(plan.to_dict()))
+
+
+def test_dtype_and_recipe(cli, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("scorer: magnitude\nsparsity: 0.9\nallocation: uniform")
+    _, shown, _ = cli("--recipe", recipe, "--sparsity", 0.5, "--dtype", "float32")
+    assert shown.startswith("llama, float32: structured, magnitude, uniform, asked 50.0%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "sparsity is required: "),
+        ("--sparsity 0.01 --scorer magnitude --allocation uniform", "kv_group: 3 groups of 4 units, "),
+        ("--sparsity 0.2 --exclude no_such_layer", "Unknown module pattern 'no_such_layer'"),
+        ("--sparsity 0.2 --calibration-source no.txt", "Calibration source 'no.txt' does not exist."),
+        ("--sparsity 0.2 --calibration-seq-len 65", "max_position_embeddings 64, got 65."),
+        ("--sparsity 0.2 --tensor-parallel 0", "tensor_parallel must be an integer >= 1, got 0."),
+        ("--sparsity 0.2 --layout stock", "layout='stock' is not possible: layers will differ in their "),
+        ("--sparsity 0.2 --scorer magnitude --json no/such/folder.json", "cannot be written: No such file"),
+        ("--sparsity 0.2 --model no-such/model", "no-such/model cannot be loaded (no folder of that name is here): "),
+        ("--sparsity 0.2 --output x", "unrecognized arguments: --output x."),
+    ],
+)
+def test_refusals_are_one_line(arguments, message, cli):
+    code, shown, complaints = cli(*arguments.split())
+    assert (code, shown) == (2, "")
+    assert complaints.startswith(ERROR) and message in complaints and complaints.count("\n") == 1
+
+
+def test_takes_a_layout_that_is_possible(cli):
+    given = "--sparsity 0.5 --scorer magnitude --allocation uniform --layout"
+    assert cli(*given.split(), "stock")[0] == 0
+
+
+def test_from_a_shell(dense):
+    done = run(CLI, "prune", "plan", "--model", dense, "--sparsity", 0.5, "--scorer", "magnitude")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "layout: " in done.stdout

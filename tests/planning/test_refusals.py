@@ -1,0 +1,140 @@
+"""A plan of something impossible raises what the run would raise: the same error, before the same model changes."""
+# pyright: reportArgumentType=false
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaModel
+
+from optimum_prune import CalibrationConfig, CheckpointError, Pruner, PruningConfig, PruningError, UnsupportedModel
+from optimum_prune.integrations.loading import load_skeleton
+from optimum_prune.planning.planner import make_plan
+from tests.models import VARIANTS, llama, qwen2, t5
+from tests.words import tokenizer
+
+
+def nan_weight(model):
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+
+
+def on_meta(model):
+    model.model.layers[1].to("meta")
+
+
+def shared(model):
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+def quantised(model):
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().to(torch.int8), requires_grad=False)
+
+
+def renamed(model):
+    model.config.model_type = "gpt_neox"
+
+
+def wrapped(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+
+
+def adapted(model):
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+
+
+def startless(model):
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
+
+
+def data(source=None, **options):
+    return {"scorer": "ntk", "calibration": CalibrationConfig(source or [[1, 2, 3]], **options)}
+
+
+REFUSED = [
+    # what shapes cannot give
+    (llama, None, {"sparsity": 0.01, "allocation": "uniform"}),
+    (llama, None, {"sparsity": 0.97, "allocation": "global"}),
+    (llama, None, {"sparsity": 0.01, "units": ["mlp_channel"], "round_to": 48}),
+    (llama, None, {"round_to": 48, "allocation": "global"}),
+    (llama, None, {"exclude": ["no_such_layer"]}),
+    (llama, None, {"include": ["lm_head"]}),
+    (llama, None, {"exclude": ["*"]}),
+    (llama, None, {"stacks": ["vision"]}),
+    (llama, None, {"gamma": 2.0, "units": ["mlp_channel"]}),
+    (VARIANTS["llama-mqa"], None, {"units": ["kv_group"]}),
+    (t5, None, {"include": ["encoder.block.1"]}),
+    (llama, None, {"pattern": "layers", "sparsity": 0.9}),
+    (llama, None, {"pattern": "layers", "scorer": "magnitude"}),
+    (t5, None, {"pattern": "layers", "units": ["attention"]}),
+    # what the weights or modules are
+    (llama, nan_weight, {}),
+    (llama, on_meta, {}),
+    (llama, shared, {}),
+    (llama, quantised, {}),
+    (llama, renamed, {}),
+    (llama, wrapped, {}),
+    (llama, adapted, {}),
+    # calibration
+    (llama, None, data(seq_len=65)),
+    (llama, None, data("no.txt")),
+    (llama, None, data("text")),  # no such data set, and no network
+    (llama, None, data(["w3 w4"])),  # no tokenizer
+    (llama, None, data(["w3 w4"], target_column="answer")),
+    (qwen2, None, data(["w3 w4"], image_column="image")),
+    (t5, None, data("self")),
+    (t5, None, data(["w3 w4"])),
+    (t5, startless, data(["w3 w4"])),
+    (lambda: LlamaModel(llama().config), None, data("self")),
+]
+
+
+@pytest.mark.parametrize(("build", "spoil", "options"), REFUSED)
+def test_plan_refuses_what_the_run_refuses(build, spoil, options, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = build()
+    model = (spoil and spoil(model)) or model
+    scorer = "random" if options.get("pattern") == "layers" else "magnitude"
+    config = PruningConfig(**{"scorer": scorer, "sparsity": 0.3} | options)
+    before = {name: (id(tensor), tensor._version) for name, tensor in model.named_parameters()}
+    refusals = []
+    for attempt in (Pruner(model).plan, Pruner(model).prune):
+        with pytest.raises(PruningError) as raised:
+            attempt(config)
+        refusals.append((type(raised.value), str(raised.value)))
+        assert {name: (id(tensor), tensor._version) for name, tensor in model.named_parameters()} == before
+    assert refusals[0] == refusals[1]
+
+
+@pytest.mark.parametrize("config", [None, {"sparsity": 0.2}])
+def test_another_config(config):
+    for attempt in (Pruner(llama()).plan, Pruner(llama()).prune):
+        with pytest.raises(PruningError, match="config must be a PruningConfig, got a "):
+            attempt(config)
+
+
+def test_text_with_a_tokenizer_is_not_read():
+    config = PruningConfig(sparsity=0.3, **data(["this is not of its vocabulary"] * 9))
+    plan = Pruner(llama(), tokenizer()).plan(config)
+    assert plan.config == config.to_dict()
+
+
+def test_a_skeleton_is_not_refused_for_what_it_cannot_have(tmp_path):
+    t5(decoder_start_token_id=None).config.save_pretrained(tmp_path)
+    skeleton = load_skeleton(tmp_path)
+    make_plan(skeleton, PruningConfig(sparsity=0.3, **data(["w3 w4"])), skeleton=True)
+    with pytest.raises(UnsupportedModel, match="is not in memory"):
+        Pruner(skeleton).plan(PruningConfig(sparsity=0.3, scorer="magnitude"))
+
+
+@pytest.mark.parametrize("devices", [0, -1, 1.5, True, "2"])
+def test_devices(devices):
+    with pytest.raises(PruningError, match="tensor_parallel must be an integer >= 1, got "):
+        Pruner(llama()).plan(PruningConfig(sparsity=0.3, scorer="magnitude"), tensor_parallel=devices)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_skeleton(tmp_path / "nowhere")
