@@ -71,8 +71,13 @@ class BoundGroup:
     @property
     def tables(self) -> list[nn.Embedding]:
         """Embeddings whose columns carry the units; only some blocks have them."""
-        found = (submodule(self.block, path) for path in self.group.tables)
-        return [table for table in found if table is not None]  # pyright: ignore[reportReturnType]
+        return [table for _, table in self.named_tables]
+
+    @property
+    def named_tables(self) -> list[tuple[str, nn.Embedding]]:
+        """`tables` with their full module paths."""
+        found = ((f"{self.stack}.{self.layer}.{path}", submodule(self.block, path)) for path in self.group.tables)
+        return [(name, table) for name, table in found if table is not None]  # pyright: ignore[reportReturnType]
 
     @property
     def linear_names(self) -> list[str]:
@@ -121,14 +126,14 @@ def stacks(model: nn.Module, adapter: Adapter) -> list[BoundStack]:
     """Find the declared stacks that the model has, in the order in which data flows through them.
 
     The path is also tried without the model's `base_model_prefix`, since `AutoModel` returns the headless base model
-    (`layers`, not `model.layers`).
+    (`layers`, not `model.layers`), and with it, since T5's classifiers hold a T5.
     """
     prefix = getattr(model, "base_model_prefix", "") + "."
     modules = dict(model.named_modules())
     return [
         BoundStack(stack, path, modules[path])  # pyright: ignore[reportArgumentType]
         for stack in adapter.stacks
-        for path in dict.fromkeys((stack.path, stack.path.removeprefix(prefix)))
+        for path in dict.fromkeys((stack.path, stack.path.removeprefix(prefix), prefix + stack.path))
         if path in modules
     ]
 
@@ -225,8 +230,8 @@ def check_prunable(model: nn.Module, bound: Sequence[BoundGroup]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for group in bound:
-        for name, linear in zip(group.linear_names, group.linears, strict=True):
-            weight = linear.weight
+        for name, part in (*zip(group.linear_names, group.linears, strict=True), *group.named_tables):
+            weight = part.weight
             if weight.is_meta:
                 raise UnsupportedModel(
                     f"{name}.weight is not in memory (meta device: offloaded, or never loaded). Load the model with a "
@@ -238,7 +243,7 @@ def check_prunable(model: nn.Module, bound: Sequence[BoundGroup]) -> None:
                 )
             if len(owners[id(weight)]) > 1:
                 raise UnsupportedModel(f"{name}.weight is shared between {owners[id(weight)]}; it cannot be cut alone.")
-            for kind, parameter in linear.named_parameters(recurse=False):
+            for kind, parameter in part.named_parameters(recurse=False):
                 if not torch.isfinite(parameter).all():
                     raise UnsupportedModel(
                         f"{name}.{kind} holds NaN or infinite values: the checkpoint is damaged, or it was cast to a "

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
@@ -96,7 +98,7 @@ def _milliseconds(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> fl
         _synchronize(model.device)
         start = perf_counter()
         output = model.generate(  # pyright: ignore[reportCallIssue]
-            input_ids=prompt, attention_mask=mask, generation_config=config
+            input_ids=prompt, attention_mask=mask, generation_config=config, **_cache(model)
         )
         _synchronize(model.device)
         milliseconds = 1000 * (perf_counter() - start)
@@ -108,6 +110,15 @@ def _milliseconds(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> fl
             f"where {expected} was asked for."
         )
     return milliseconds
+
+
+def _cache(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the cache of an encoder-decoder: its own is as long as its encoder, and fails where that is shorter."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    # transformers 5.24 renamed the argument
+    name = "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
+    return {name: EncoderDecoderCache(DynamicCache(), DynamicCache())}
 
 
 @contextmanager

@@ -141,6 +141,9 @@ def resize_(model: PreTrainedModel) -> None:
     _skip_as_told(model)
     for group in bind(model):
         wanted = {name: _size(model.config, group.declared, group.layer, name) for name in group.group.counts}
+        for name, count in wanted.items():
+            if not isinstance(count, int):
+                raise CheckpointError(f"config.json gives {group.name} {name}={count!r}, which is no number of units.")
         units = next(iter(wanted.values()))
         if 0 < units < group.num_units:
             slice_(group, range(units))
@@ -161,7 +164,10 @@ def _skip_as_told(model: PreTrainedModel) -> None:
     for found in stacks(model, adapter_for(model)):
         kinds = layer_types(stack_config(model.config, found.stack))
         for layer, module in enumerate(found.blocks):
-            told = set(_size(model.config, found.stack, layer, SKIP, []))
+            told = _size(model.config, found.stack, layer, SKIP, [])
+            if not isinstance(told, list | tuple):
+                raise CheckpointError(f"config.json skips {told!r} of {found.path}.{layer}; it must be a list.")
+            told = set(told)
             for kind in told.difference(skipped(found.stack, module)):
                 if reason := why_not_skip(found.stack, kinds, layer, kind):
                     raise CheckpointError(
@@ -175,7 +181,12 @@ def _size(config: PreTrainedConfig, stack: Stack, layer: int, name: str, *defaul
     own: Any = stack_config(config, stack)
     if stack.layer_sizes == "per_layer_config":
         return getattr(own.per_layer_config[layer], name, *default)
-    written = block(config).get(PER_LAYER, {}).get(stack.path, {}).get(str(layer), {})
+    try:
+        written = block(config).get(PER_LAYER, {}).get(stack.path, {}).get(str(layer), {})
+    except AttributeError:
+        raise CheckpointError(
+            f"quantization_config.{PER_LAYER} of config.json must map {stack.path} to layers, and these to counts."
+        ) from None
     return written[name] if name in written else getattr(own, name, *default)
 
 

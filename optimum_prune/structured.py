@@ -16,7 +16,7 @@ from optimum_prune.errors import InvalidConfig
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.scoring import score_groups
-from optimum_prune.sizes import describe_
+from optimum_prune.sizes import describe_, measure
 from optimum_prune.surgery import slice_
 
 
@@ -150,6 +150,7 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
     Raises:
         PruningError: whatever can be refused before weights and data are looked at.
     """
+    measure(model)  # refuses what no config can say, before it is cut
     groups = select(bind(model), config.units, config.include, config.exclude, config.stacks)
     allocation = _allocation(config, scorer)
     gamma: dict[str, float] = {}

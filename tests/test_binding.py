@@ -8,8 +8,11 @@ from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from optimum_prune.binding import adapter_for, bind, check_prunable, select
+from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig, UnsupportedArchitecture, UnsupportedModel
-from tests.models import llama
+from optimum_prune.pipeline import prune as prune_model
+from optimum_prune.surgery import slice_
+from tests.models import llama, t5
 
 
 @pytest.fixture
@@ -243,3 +246,25 @@ class TestCheckPrunable:
         last.mlp.gate_proj = first.mlp.gate_proj  # the module itself
         with pytest.raises(UnsupportedModel, match="is shared between"):
             check_prunable(model, bind(model))
+
+
+@pytest.mark.parametrize("scorer", ["magnitude", "random"])
+def test_nan_in_a_table_that_is_cut_is_refused(scorer):
+    model = t5()
+    table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    with torch.no_grad():
+        table.weight[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModel, match=r"encoder\.block\.0\..*relative_attention_bias\.weight holds NaN"):
+        prune_model(model, PruningConfig(scorer=scorer, sparsity=0.3))
+
+
+def test_heads_that_no_config_can_count_are_refused_before_the_cut():
+    """CASES.md 13: heads that differ between the layers of a stack."""
+    model = t5()
+    for group in bind(model):
+        if group.name == "encoder.block.1.layer.0.SelfAttention":
+            slice_(group, range(5))
+    before = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    with pytest.raises(UnsupportedModel, match=r"encoder\.block\.1\..* has 5 kv_groups, but block 0 has 8"):
+        prune_model(model, PruningConfig(scorer="magnitude", sparsity=0.3))
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == before

@@ -15,7 +15,7 @@ from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Spread
 from optimum_prune.modes import evaluating
-from tests.models import llama
+from tests.models import llama, t5
 
 
 class Clock:
@@ -230,3 +230,9 @@ def test_a_gpu_is_waited_for_on_both_sides_of_the_clock(clock, monkeypatch):
     with evaluating(model), torch.no_grad():
         assert latency._milliseconds(model, prompt, 3) == 3000
     assert waits == [0, 3]
+
+
+def test_an_encoder_that_is_shorter_than_the_decoder():
+    """Whose own cache transformers makes too short."""
+    found = measure_latency({"it": t5(num_layers=2, num_decoder_layers=3)}, decode_tokens=4, repeats=1)
+    assert found["it"].decode_ms_per_token.median > 0

@@ -21,6 +21,7 @@ VISION_MLP = CoupledGroup(
     writers=("mlp.fc1",),
     readers=("mlp.fc2",),
     counts={"intermediate_size": "mlp.fc1"},
+    keep_global=True,  # a SigLIP tower has a pooling head of that width too
 )
 VISION = Stack(
     "model.vision_tower.encoder.layers",

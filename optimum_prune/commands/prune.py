@@ -72,11 +72,13 @@ def _run(args: argparse.Namespace) -> None:
     make_plan(load_skeleton(args.model, **loading), config, skeleton=True).check_layout(args.layout)
     pruner = Pruner.from_pretrained(args.model, **loading)
     print(pruner.prune(config))
-    if args.evaluate is not None:
-        pruner.evaluate(args.evaluate, **_columns(config))
-        print(pruner.comparison())
-    pruner.save_pretrained(args.output, layout=args.layout)
-    print(f"Saved to {args.output}")
+    try:
+        if args.evaluate is not None:
+            pruner.evaluate(args.evaluate, **_columns(config))
+            print(pruner.comparison())
+    finally:  # an evaluation that fails must not cost the pruned model
+        pruner.save_pretrained(args.output, layout=args.layout)
+        print(f"Saved to {args.output}")
 
 
 def _columns(config: PruningConfig) -> dict[str, Any]:

@@ -39,6 +39,10 @@ def check_model(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
         return name if name in expected or name.startswith(blocks) else own + name.removeprefix(prefix)
 
     stored = {rename(name): shape for name, shape in stored_shapes(files).items()}
+    if own == "" and "For" in type(model).__name__:
+        # A new head of a class without a base model (T5ForQuestionAnswering): no tensor of that module is in the file.
+        known = {name.partition(".")[0] for name in stored}
+        expected = {name: shape for name, shape in expected.items() if name.partition(".")[0] in known}
     _compare(expected, {name: stored[name] for name in stored if name in expected or name.startswith(blocks)})
 
 
