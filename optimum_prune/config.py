@@ -189,6 +189,15 @@ class CalibrationConfig(_Config):
         None, checks.text, "column that holds the image, or a list of them, for image-text models; by default 'image'"
     )
 
+    def __post_init__(self) -> None:
+        """Check every field, then that questions are not their own answers."""
+        super().__post_init__()
+        if self.target_column is not None and self.target_column == self.text_column:
+            raise InvalidConfig(
+                f"text_column and target_column are both {self.text_column!r}; a question and its answer are in two "
+                "columns."
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""
         return super().to_dict() | {"source": _describe(self.source)}

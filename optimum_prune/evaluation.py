@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from optimum_prune.calibration.data import CalibrationData
+from optimum_prune.calibration.devices import input_device, moved
 from optimum_prune.errors import CalibrationError
 from optimum_prune.measurements import Evaluation
 from optimum_prune.modes import evaluating
@@ -99,6 +100,7 @@ def evaluate_model(
         sequences = _sequences(model, head, data, batch_size, "Evaluation")
         for (labels, states), dense_states in zip(sequences, dense or repeat(None), strict=False):
             measured.append(_sums(head or nn.Identity(), labels, states, dense_states))
+    device = input_device(model)
     perplexity, divergence = _means(measured, with_kl=bool(dense))
     tokens, right = sum(sums.tokens for sums in measured), [sums.right for sums in measured]
     return Evaluation(
@@ -110,7 +112,7 @@ def evaluate_model(
         sequences=len(measured),
         parameters=model.num_parameters(),
         weight_bytes=weight_bytes(model),
-        device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         threads=torch.get_num_threads(),
         dtype=str(model.dtype).removeprefix("torch."),
         data=data.to_dict(),
@@ -177,7 +179,7 @@ def _plain_head(model: PreTrainedModel, data: CalibrationData) -> nn.Module | No
         return None
     batch = next(data.batches(1, pad_token_id=0))
     with _head_input(head) as seen:
-        logits = model(**_to(batch, model.device), use_cache=False).logits  # (1, PROBE, vocab)
+        logits = model(**moved(batch, model), use_cache=False).logits  # (1, PROBE, vocab)
     plain = len(seen) == 1 and torch.equal(head(seen[0][:, :PROBE]).float(), logits.float())
     return head if plain else None
 
@@ -190,7 +192,7 @@ def _sequences(
     total = math.ceil(len(data.samples) / batch_size)
     index = 0
     for batch in logging.tqdm(batches, desc=what, unit="batch", total=total):
-        inputs = _to(batch, model.device)
+        inputs = moved(batch, model)
         if head is None:
             states = model(**inputs, use_cache=False).logits
         else:
@@ -201,10 +203,6 @@ def _sequences(
             positions, labels = data.predicted(index)
             yield labels, row[positions.to(row.device)]
             index += 1
-
-
-def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _sums(head: nn.Module, labels: Tensor, states: Tensor, dense: Tensor | None) -> _Sums:
@@ -232,7 +230,7 @@ def _sums(head: nn.Module, labels: Tensor, states: Tensor, dense: Tensor | None)
 
 def _probe(model: PreTrainedModel, head: nn.Module, states: list[Tensor]) -> Tensor:
     first = next((sequence for sequence in states if len(sequence)), states[0])
-    return head(first[:PROBE].to(model.device, model.dtype)).float().cpu()
+    return head(first[:PROBE].to(input_device(model), model.dtype)).float().cpu()
 
 
 def _dense_states(model: PreTrainedModel, head: nn.Module | None, reference: DenseReference) -> list[Tensor] | None:

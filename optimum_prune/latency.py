@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from optimum_prune.calibration.devices import input_device
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.measurements import Latency, Spread
 from optimum_prune.modes import evaluating
@@ -92,15 +93,16 @@ def _prompt(models: Mapping[str, PreTrainedModel], batch_size: int, length: int)
 
 
 def _milliseconds(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> float:
-    prompt = prompt.to(model.device)
+    device = input_device(model)
+    prompt = prompt.to(device)
     mask = torch.ones_like(prompt)
     with _greedy(model, new_tokens) as config:
-        _synchronize(model.device)
+        _synchronize(device)
         start = perf_counter()
         output = model.generate(  # pyright: ignore[reportCallIssue]
             input_ids=prompt, attention_mask=mask, generation_config=config, **_cache(model)
         )
-        _synchronize(model.device)
+        _synchronize(device)
         milliseconds = 1000 * (perf_counter() - start)
     given = 1 if model.config.is_encoder_decoder else prompt.shape[1]  # a decoder of its own begins with one token
     if (shape := tuple(output.shape)) != (expected := (len(prompt), given + new_tokens)):

@@ -1,6 +1,7 @@
 """The pipeline on one screen: find targets, calibrate, score, choose, cut, describe."""
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 import optimum_prune
 from optimum_prune import registry
-from optimum_prune.binding import adapter_for
+from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.config import PruningConfig
 from optimum_prune.depth import find_depth_targets, generation_warnings
@@ -59,7 +60,14 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     data = None
     if scorer.needs_data:
         tokenizer = tokenizer or getattr(processor, "tokenizer", None)
-        data = load_samples(config.calibration, model, tokenizer, processor=processor, default_seq_len=scorer.seq_len)
+        data = load_samples(
+            config.calibration,
+            model,
+            tokenizer,
+            processor=processor,
+            default_seq_len=scorer.seq_len,
+            image_stack=image_stack(model, targets.asked),
+        )
     kept = targets.choose(targets.score(model, scorer, data, config))
     try:
         groups = targets.cut_(model, kept)
@@ -110,6 +118,12 @@ def load_scorer(config: PruningConfig) -> Scorer:
             f"{config.pattern!r}; scorers that can: {', '.join(map(repr, fit))}."
         )
     return scorer
+
+
+def image_stack(model: PreTrainedModel, targeted: Collection[str]) -> str | None:
+    """Name a stack among those at the `targeted` paths that reads nothing but images (which need no mask), if any."""
+    live = stacks(model, adapter_for(model))
+    return next((f.stack.name for f in live if f.path in targeted and f.stack.mask is None), None)
 
 
 def _history(record: dict[str, Any]) -> list[dict[str, Any]]:

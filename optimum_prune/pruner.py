@@ -82,7 +82,7 @@ class Pruner:
             config: as for `prune`.
             tensor_parallel: devices among which heads and MLP channels are to be divided.
         """
-        return make_plan(self.model, config, tensor_parallel, tokenizer=self.tokenizer)
+        return make_plan(self.model, config, tensor_parallel, tokenizer=self.tokenizer, processor=self.processor)
 
     def prune(self, config: PruningConfig) -> PruningReport:
         """Prune `model` in place; see `prune`."""

@@ -35,8 +35,8 @@ CALIBRATIONS = st.builds(
     batch_size=COUNTS,
     seed=SEEDS,
     split=NAMES,
-    text_column=st.none() | NAMES,
-    target_column=st.none() | NAMES,
+    text_column=st.none() | NAMES.map("text {}".format),  # never the same as that of answers
+    target_column=st.none() | NAMES.map("answer {}".format),
     image_column=st.none() | NAMES,
 )
 

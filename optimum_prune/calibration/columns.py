@@ -23,11 +23,12 @@ class Source:
     """Data before it is tokenised or cut, read as `items` is iterated.
 
     A text is a string, token ids are a list; a pair is `(input, target)`; an image with text is `(image or list of
-    images, text)`.
+    images, text)`. Where the model reads images, and there are some that are not read, `advice` says how they would be.
     """
 
     kind: Literal["texts", "token ids", "text pairs", "token pairs", "images"]
     items: Iterable[Any]
+    advice: str = ""
 
 
 def from_columns(dataset: Any, config: CalibrationConfig, what: str, model: ModelKind = "decoder") -> Source:
@@ -56,10 +57,11 @@ def from_columns(dataset: Any, config: CalibrationConfig, what: str, model: Mode
         target = _named("target_column", config.target_column, types, STRINGS, "strings", what)
         text = _text_column(types, config.text_column, what, other_than=target)
         return Source("text pairs", rows(dataset.select_columns([text, target]), partial(_both, text, target), what))
+    advice = _unread_images(types) if model == "image-text" else ""
     if config.text_column is None and "input_ids" in types:
-        return Source("token ids", rows(dataset.select_columns(_token_columns(types)), _unpadded, what))
-    text = _text_column(types, config.text_column, what)
-    return Source("texts", rows(dataset.select_columns([text]), lambda row: row[text], what))
+        return Source("token ids", rows(dataset.select_columns(_token_columns(types)), _unpadded, what), advice)
+    text = _text_column(types, config.text_column, what, advice=advice)
+    return Source("texts", rows(dataset.select_columns([text]), lambda row: row[text], what), advice)
 
 
 def _column_types(dataset: Any, what: str) -> dict[str, str]:
@@ -83,14 +85,28 @@ def _target_ids(types: dict[str, str], config: CalibrationConfig, model: ModelKi
     if config.text_column is not None or "input_ids" not in types:
         return None
     column = config.target_column or ("labels" if model == "encoder-decoder" else "")
-    return column if types.get(column) in LISTS else None
+    return column if column != "input_ids" and types.get(column) in LISTS else None
 
 
 def _token_columns(types: dict[str, str]) -> list[str]:
     return [column for column in ("input_ids", "attention_mask") if column in types]
 
 
-def _text_column(types: dict[str, str], wanted: str | None, what: str, other_than: str | None = None) -> str:
+def _unread_images(types: dict[str, str]) -> str:
+    """Say how images would be read that are there and are not; nothing where there are none."""
+    if columns := [repr(column) for column, dtype in types.items() if dtype in IMAGES]:
+        return f"Set image_column to a column of images: {' or '.join(columns)}."
+    if types.get("file_name") in STRINGS:  # how `datasets` describes a folder of pictures
+        return (
+            "Its column 'file_name' seems to name pictures: give datasets.load_dataset('imagefolder', data_dir=..., "
+            "split='train') as the source, or the folder of its save_to_disk, and set image_column='image'."
+        )
+    return ""
+
+
+def _text_column(
+    types: dict[str, str], wanted: str | None, what: str, other_than: str | None = None, advice: str = ""
+) -> str:
     """Choose the column named in the config, or "text", or the only other one that holds strings."""
     if wanted is not None:
         return _named("text_column", wanted, types, STRINGS, "strings", what)
@@ -101,7 +117,7 @@ def _text_column(types: dict[str, str], wanted: str | None, what: str, other_tha
         besides = "" if other_than is None else f" besides {other_than!r}"
         raise CalibrationError(
             f"Of the columns of {what}{besides}, {len(strings)} hold strings, none of these called 'text'; "
-            f"its columns: {_listed(types)}. Set text_column to one of strings."
+            f"its columns: {_listed(types)}. Set text_column to one of strings. {advice}".rstrip()
         )
     return strings[0]
 

@@ -12,10 +12,11 @@ from optimum_prune.calibration.choosing import choose
 from optimum_prune.calibration.columns import Source
 from optimum_prune.calibration.images import image_texts
 from optimum_prune.calibration.pairs import pairs, start_token
+from optimum_prune.calibration.patches import check_patches
+from optimum_prune.calibration.refusals import check_companions, open_fitting
 from optimum_prune.calibration.request import Order, Request, resolve
 from optimum_prune.calibration.samples import CalibrationData
 from optimum_prune.calibration.self_sampling import draw_samples
-from optimum_prune.calibration.sources import open_source
 from optimum_prune.calibration.spans import corrupt, corruptible, special_tokens
 from optimum_prune.calibration.tokens import token_lists, windows
 from optimum_prune.config import CalibrationConfig
@@ -38,6 +39,7 @@ def load_samples(
     *,
     processor: Any = None,
     default_seq_len: int | None = None,
+    image_stack: str | None = None,
     order: Order = "random",
 ) -> CalibrationData:
     """Get the samples that a config asks for.
@@ -55,6 +57,7 @@ def load_samples(
         tokenizer: needed for texts.
         processor: needed for images; brings the tokenizer along.
         default_seq_len: stands in for a `config.seq_len` of None; the model's longest context limits it.
+        image_stack: a stack that is to be scored and reads nothing but images, by its name in the config, if any is.
         order: "random" draws without replacement, seeded, and tokenises the whole source for it (of tables of pairs
             or of images it reads only what it draws); "first" takes the first ones and reads no further than it must.
 
@@ -64,21 +67,21 @@ def load_samples(
     request = resolve(config, model, default_seq_len, order)
     tokenizer = tokenizer or getattr(processor, "tokenizer", None)
     loaded: dict[str, Any] = {}
-    if config.source == "self":
+    source = open_fitting(request, model, image_stack)
+    if source is None:
         loaded["samples"] = draw_samples(model, tokenizer, config, request.seq_len)
     else:
-        source = open_source(config, request.model)
+        check_companions(source, request, model, tokenizer, processor)
         if request.model == "encoder-decoder":
             loaded["start"] = start_token(model)
             loaded |= _questions_and_answers(source, tokenizer, request)
         elif source.kind == "images":
-            loaded["task"], loaded["image_token"] = "image-text", request.image_token
-            loaded["samples"], loaded["images"] = _unzipped(image_texts(source, processor, request))
+            loaded |= _images_with_text(source, model, processor, request)
         else:
             loaded["samples"] = _plain(source, tokenizer, request)
     texts = request.seen["texts"] or None
     data = CalibrationData(seq_len=request.seq_len, source=_name(config), texts=texts, **loaded)
-    _report(data, request)
+    _report(data, request, source.advice if source else "")
     return data
 
 
@@ -91,6 +94,14 @@ def _questions_and_answers(
         task, found = "span corruption", _corrupted(source, tokenizer, request)
     samples, targets = _unzipped(found)
     return {"samples": samples, "targets": targets, "task": task}
+
+
+def _images_with_text(source: Source, model: PreTrainedModel, processor: Any, request: Request) -> dict[str, Any]:
+    assert request.image_token is not None, "only a model with an image token is given images"
+    samples, images = _unzipped(image_texts(source, processor, request))
+    if samples:
+        check_patches(model, processor, samples, images, request.image_token)
+    return {"samples": samples, "images": images, "task": "image-text", "image_token": request.image_token}
 
 
 def _corrupted(
@@ -131,7 +142,7 @@ def _name(config: CalibrationConfig) -> str:
     return os.path.abspath(source) if os.path.exists(source) else source
 
 
-def _report(data: CalibrationData, request: Request) -> None:
+def _report(data: CalibrationData, request: Request, advice: str) -> None:
     """Refuse to go on with nothing; say what was used and what was not."""
     seen, asked = request.seen, request.config.num_samples
     if not data.samples:
@@ -149,4 +160,5 @@ def _report(data: CalibrationData, request: Request) -> None:
         if seen[reason]:
             logger.warning("%d %s of %s were left out.", seen[reason], words, data.source)
     if request.model == "image-text" and data.images is None:
-        logger.warning("Calibration on %s sees no images, which this model reads too.", data.source)
+        sentence = f"Calibration on {data.source} sees no images, which this model reads too. {advice}"
+        logger.warning("%s", sentence.rstrip())

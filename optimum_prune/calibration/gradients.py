@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from optimum_prune.calibration.devices import moved
 from optimum_prune.errors import CalibrationError, UnsupportedModel
 from optimum_prune.modes import frozen
 from optimum_prune.scorers.base import Objective
@@ -174,7 +175,7 @@ def _forward(
             handles.append(block.register_forward_hook(partial(leave, place), prepend=True))
         for batch in tqdm(batches, desc="Forward", unit="batch"):
             passes.append(_Pass())
-            logits = getattr(model(**_to(batch, model.device), use_cache=False), "logits", None)
+            logits = getattr(model(**moved(batch, model), use_cache=False), "logits", None)
             if logits is None or logits.dim() != 3:
                 raise UnsupportedModel(
                     f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. "
@@ -272,7 +273,3 @@ def _unscale_(gradients: Mapping[nn.Linear, Tensor], scale: float, name: str) ->
 
 def _hidden(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _to(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in batch.items()}

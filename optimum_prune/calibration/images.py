@@ -27,7 +27,7 @@ def image_texts(source: Source, processor: Any, request: Request) -> list[tuple[
 
     Args:
         source: "images".
-        processor: the model's own.
+        processor: the model's own; see `check_processor`.
         request: says how many, and counts the `texts` read, the `blank` ones, the samples without image as `empty`, the
             `long` ones, which are cut, and the `unfit` ones, whose images would have been.
 
@@ -35,9 +35,8 @@ def image_texts(source: Source, processor: Any, request: Request) -> list[tuple[
         Token ids `(T_i,) int64` and pixel values `(n_i, C, H, W) float32` of each sample.
 
     Raises:
-        CalibrationError: there is no processor, or it is another model's, or the images cannot be read.
+        CalibrationError: the processor is another model's, or the images cannot be read.
     """
-    _check_processor(processor)
     chosen = in_order(source.items, request, partial(_usable, request.seen))
     processed = filter(None, map(partial(_processed, processor, request), chosen))
     count = request.config.num_samples
@@ -49,7 +48,12 @@ def image_texts(source: Source, processor: Any, request: Request) -> list[tuple[
     return samples
 
 
-def _check_processor(processor: Any) -> None:
+def check_processor(processor: Any) -> None:
+    """Refuse what cannot process images with text.
+
+    Raises:
+        CalibrationError: there is no processor, or it is something else.
+    """
     if not all(hasattr(processor, part) for part in ("image_processor", "image_token", "tokenizer")):
         given = "there is none" if processor is None else f"a {type(processor).__name__} is none"
         pillow = "" if is_vision_available() else " It needs Pillow, which is not installed (pip install pillow)."

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from optimum_prune.binding import BoundStack
+from optimum_prune.calibration.devices import moved
 from optimum_prune.errors import UnsupportedModel
 from optimum_prune.modes import evaluating
 
@@ -62,8 +63,7 @@ def mean_influence(
 
     with evaluating(model), _observed(stacks, observe):
         for batch in tqdm(batches, desc="Influence", unit="batch"):
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            model.base_model(**inputs, use_cache=False)  # without the head, whose logits nobody reads
+            model.base_model(**moved(batch, model), use_cache=False)  # without the head, whose logits nobody reads
     means = {name: total / tokens[name] for name, total in sums.items()}
     for name, mean in means.items():
         if not math.isfinite(mean):

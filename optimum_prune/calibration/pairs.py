@@ -48,7 +48,8 @@ def start_token(model: PreTrainedModel) -> int:
     Raises:
         CalibrationError: the model's configs name none.
     """
-    for config in (model.config, model.generation_config):
+    # A model without a head has no generation_config.
+    for config in (model.config, getattr(model, "generation_config", None)):
         if (token := getattr(config, "decoder_start_token_id", None)) is not None:
             return token
     raise CalibrationError(

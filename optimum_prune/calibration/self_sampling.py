@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
+from optimum_prune.calibration.devices import input_device
 from optimum_prune.calibration.request import image_token, vocabulary_size
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
@@ -73,11 +74,11 @@ def check_generates(model: PreTrainedModel) -> None:
 def _continue(model: PreTrainedModel, first: Tensor, uniform: Tensor, progress: Callable[[int], object]) -> Tensor:
     """Go on from `first (B, 1) int64`, by a token per column of `uniform (B, T) float64`: `(B, 1 + T)`."""
     tokens, cache = [first], None
-    image = image_token(model)
+    image, device = image_token(model), input_device(model)
     # transformers 5.24 renamed the argument. A model swallows the wrong name, and then forgets every token.
     name = "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
     for u in uniform.unbind(dim=1):
-        output = model(input_ids=tokens[-1].to(model.device), use_cache=True, **{name: cache})
+        output = model(input_ids=tokens[-1].to(device), use_cache=True, **{name: cache})
         cache = output[name]
         # By inverting the distribution function, on the CPU: the same numbers give the same tokens anywhere.
         logits = output.logits[:, -1].cpu().double()

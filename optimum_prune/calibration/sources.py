@@ -82,7 +82,8 @@ def _from_folder(path: str, config: CalibrationConfig, model: ModelKind) -> Sour
     if len(mixed := dict.fromkeys(source.kind for source in sources)) > 1:
         kinds = ", ".join(f"{os.path.basename(f)} {s.kind}" for f, s in zip(files, sources, strict=True))
         raise CalibrationError(f"Folder {path!r} mixes {' and '.join(mixed)}, give one of them: {kinds}.")
-    return Source(sources[0].kind, chain.from_iterable(source.items for source in sources))
+    advice = next((source.advice for source in sources if source.advice), "")
+    return Source(sources[0].kind, chain.from_iterable(source.items for source in sources), advice)
 
 
 def _from_saved_dataset(path: str, config: CalibrationConfig, model: ModelKind) -> Source:

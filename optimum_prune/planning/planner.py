@@ -1,6 +1,7 @@
 """The planner: the refusals of the run, then what it will keep."""
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -9,9 +10,9 @@ from optimum_prune.binding import adapter_for, bind
 from optimum_prune.bounds import Range
 from optimum_prune.calibration.refusals import check_calibration
 from optimum_prune.config import PruningConfig
-from optimum_prune.depth import DepthTargets
+from optimum_prune.depth import DepthTargets, generation_warnings
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.pipeline import FIND_TARGETS, REASONS, TOLERANCE, load_scorer
+from optimum_prune.pipeline import FIND_TARGETS, REASONS, TOLERANCE, image_stack, load_scorer
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
@@ -27,6 +28,7 @@ def make_plan(
     tensor_parallel: int = 1,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    processor: Any = None,
     skeleton: bool = False,
 ) -> Plan:
     """Plan a run.
@@ -36,7 +38,9 @@ def make_plan(
         config: of the run.
         tensor_parallel: devices among which heads and MLP channels are to be divided; the run knows nothing of it.
         tokenizer: of the run.
-        skeleton: the model stands for one that is not loaded: weights and tokenizer are not there to be refused.
+        processor: of the run.
+        skeleton: the model stands for one that is not loaded: weights, tokenizer and processor are not there to be
+            refused.
 
     Raises:
         PruningError: whatever the run would refuse before it reads data.
@@ -49,11 +53,21 @@ def make_plan(
     if not skeleton:
         targets.check(model)
     if scorer.needs_data:
-        check_calibration(config.calibration, model, tokenizer, default_seq_len=scorer.seq_len, skeleton=skeleton)
+        check_calibration(
+            config.calibration,
+            model,
+            tokenizer,
+            processor=processor,
+            default_seq_len=scorer.seq_len,
+            image_stack=image_stack(model, targets.asked),
+            skeleton=skeleton,
+        )
     if isinstance(targets, DepthTargets):
         cut, outlook = [], depth_outlook(model, targets, config, scorer)
+        generation = []  # in the outlook, which knows how many blocks are left
     else:
         cut, outlook = targets.groups, width_outlook(model, targets, devices)
+        generation = generation_warnings(model)
     before = model_costs(model)
     return Plan(
         config=config.to_dict(),
@@ -72,6 +86,7 @@ def make_plan(
         warnings=[
             *_differences(outlook.totals, REASONS[config.pattern]),
             *outlook.warnings,
+            *generation,
             *_undivided(model, {group.name for group in cut}, devices),
         ],
     )

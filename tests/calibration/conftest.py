@@ -65,11 +65,19 @@ def llava_model() -> LlavaForConditionalGeneration:
 @pytest.fixture
 def processor() -> LlavaProcessor:
     """Words `w3` ... `w94` and `<image>`, the token 95; images become 16 x 16."""
+    return build_processor()
+
+
+def build_processor(edge: int = 16, additional: int = 1) -> LlavaProcessor:
+    """Return a processor that fits the small LLaVA, or one of other sizes."""
     tokenizer = words.tokenizer(95)
     tokenizer.add_tokens(["<image>"], special_tokens=True)
-    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     return LlavaProcessor(
-        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        CLIPImageProcessorPil(size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge}),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=additional,
     )
 
 

@@ -1,6 +1,7 @@
 """Images with text, one sample at a time."""
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+import json
 import logging
 from itertools import cycle
 from typing import Any
@@ -202,6 +203,69 @@ def test_text_alone_is_allowed_with_one_warning(load, caplog, source):
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         f"Calibration on {data.source} sees no images, which this model reads too."
     ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "advice"),
+    [
+        ({"photo": PICTURES[:2]}, "Set image_column to a column of images: 'photo'."),
+        (
+            {"photo": PICTURES[:2], "views": [[picture(0)], []]},
+            "Set image_column to a column of images: 'photo' or 'views'.",
+        ),
+        ({"file_name": ["a.png", "b.png"]}, "give datasets.load_dataset('imagefolder', data_dir=..., split='train')"),
+    ],
+)
+def test_images_that_are_there_and_not_read_are_warned_of_with_advice(load, caplog, columns, advice):
+    data = load(Dataset.from_dict(columns | {"text": ["w4 w5", "w6 w7"]}), num_samples=1, seq_len=2)
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert warning.startswith(f"Calibration on {data.source} sees no images, which this model reads too. ")
+    assert advice in warning and "image_column" in warning
+
+
+@pytest.mark.parametrize("file", ["", "metadata.jsonl"])
+def test_the_captions_of_a_folder_of_pictures_are_warned_of(load, caplog, tmp_path, file):
+    for name in ("a.png", "b.png"):
+        picture(90).save(tmp_path / name)
+    rows = [{"file_name": "a.png", "text": "w4 w5"}, {"file_name": "b.png", "text": "w6 w7"}]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load(str(tmp_path / file), num_samples=1, seq_len=2)
+    assert "sees no images, which this model reads too. Its column 'file_name' seems to name pictures" in caplog.text
+    caplog.clear()
+    advised = datasets.load_dataset("imagefolder", data_dir=str(tmp_path), split="train", cache_dir=str(tmp_path / "c"))
+    assert shades(load(advised, num_samples=2, image_column="image")) == [[90], [90]] and "no images" not in caplog.text
+
+
+def test_advice_comes_with_the_refusal_of_captions_too(load):
+    dataset = Dataset.from_dict({"photo": PICTURES[:1], "a": ["w4"], "b": ["w5"]})
+    with pytest.raises(CalibrationError, match=r"Set text_column to one of strings\. Set image_column to .* 'photo'"):
+        load(dataset)
+
+
+def test_columns_of_images_mean_nothing_to_a_decoder(model, tokenizer, caplog):
+    dataset = Dataset.from_dict({"photo": PICTURES[:1], "text": ["the fox"]})
+    load_samples(CalibrationConfig(dataset, num_samples=1), model, tokenizer)
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+
+
+# A stack that reads nothing but images
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (["w4 w5"], r"this source sees none\. Give a dataset with a column of images \(image_column\)\."),
+        ([[4, 5]], r"this source sees none\."),
+        ("self", r"source='self' sees none\. Give a dataset"),
+        (Dataset.from_dict({"photo": PICTURES[:1], "text": ["w4"]}), r"sees none\. Set image_column to .* 'photo'\."),
+    ],
+)
+def test_a_tower_is_not_scored_without_images(llava_model, monkeypatch, source, what):
+    for work in ("draw_samples", "choose"):
+        monkeypatch.setattr(f"optimum_prune.calibration.data.{work}", lambda *_: pytest.fail("read a sample"))
+    message = rf"Stack 'vision' of LlavaForConditionalGeneration reads nothing but images, and calibration on .*{what}"
+    with pytest.raises(CalibrationError, match=message):
+        load_samples(CalibrationConfig(source), llava_model, image_stack="vision")
 
 
 def test_with_images_there_is_no_warning(load, table, caplog):

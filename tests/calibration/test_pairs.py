@@ -9,10 +9,11 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from tokenizers import normalizers
+from transformers import T5Config, T5Model
 
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.config import CalibrationConfig
-from optimum_prune.errors import CalibrationError
+from optimum_prune.errors import CalibrationError, InvalidConfig
 from tests.calibration.conftest import WORDS
 from tests.models import t5
 
@@ -140,6 +141,13 @@ def test_first_reads_a_stream_no_further_than_it_must(load):
 
     data = load(IterableDataset.from_generator(generate), "first", target_column="answer", num_samples=4)
     assert len(data.samples) == 4 and len(set(read)) < 1000
+
+
+def test_a_question_is_not_its_own_answer(load):
+    with pytest.raises(InvalidConfig, match="text_column and target_column are both 'answer'"):
+        load(PAIRS, text_column="answer", target_column="answer")
+    with pytest.raises(CalibrationError, match="target_column 'input_ids' is no column of strings"):
+        load(Dataset.from_dict(TOKEN_PAIRS), target_column="input_ids")
 
 
 # Pairs of token ids
@@ -326,6 +334,11 @@ def test_a_model_that_does_not_say_how_an_answer_begins(load):
     model.generation_config.decoder_start_token_id = None
     with pytest.raises(CalibrationError, match="names no decoder_start_token_id"):
         load(PAIRS, model=model, target_column="answer")
+
+
+def test_a_headless_model_that_does_not_say_how_an_answer_begins(load):
+    with pytest.raises(CalibrationError, match="config of T5Model names no decoder_start_token_id"):
+        load(PAIRS, model=T5Model(T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2)), target_column="answer")
 
 
 @torch.no_grad()

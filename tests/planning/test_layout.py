@@ -86,6 +86,13 @@ def test_check_layout():
         undecided.check_layout("stock")
 
 
+def test_advice_on_the_layout_of_skipped_sublayers_can_be_followed():
+    plan = make_plan(llama(), PruningConfig(pattern="layers", scorer="random", units=["mlp"], sparsity=0.34))
+    with pytest.raises(InvalidConfig, match="layout='stock' is not possible") as error:
+        plan.check_layout("stock")
+    assert "allocation" not in str(error.value)  # which means nothing for this pattern
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_skeleton_is_the_model_without_weights(name):
     model = VARIANTS[name]().bfloat16()

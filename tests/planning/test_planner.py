@@ -193,6 +193,15 @@ def test_a_budget_that_rounding_may_spare():
     assert any("may spare all that is condemned, and the run is refused then" in warning for warning in plan.warnings)
 
 
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_a_short_encoder_is_told_of_where_only_units_go_too(allocation):
+    model = t5(num_layers=2, num_decoder_layers=3)
+    config = PruningConfig(scorer="magnitude", sparsity=0.25, allocation=allocation)
+    planned = make_plan(model, config).warnings
+    told = [warning for warning in prune(model, config).warnings if "EncoderDecoderCache" in warning]
+    assert len(told) == 1 and planned.count(told[0]) == 1
+
+
 def test_the_model_is_left_as_it_was():
     model = t5().train()
     before = {name: (id(weight), weight._version, weight.shape) for name, weight in model.named_parameters()}

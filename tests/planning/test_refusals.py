@@ -3,14 +3,25 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from torch import nn
 from transformers import LlamaModel
 
-from optimum_prune import CalibrationConfig, CheckpointError, Pruner, PruningConfig, PruningError, UnsupportedModel
+from optimum_prune import (
+    CalibrationConfig,
+    CalibrationError,
+    CheckpointError,
+    Pruner,
+    PruningConfig,
+    PruningError,
+    UnsupportedModel,
+)
 from optimum_prune.integrations.loading import load_skeleton
 from optimum_prune.planning.planner import make_plan
-from tests.models import VARIANTS, llama, qwen2, t5
+from tests.calibration.conftest import build_processor
+from tests.models import VARIANTS, llama, llava, qwen2, t5
 from tests.words import tokenizer
 
 
@@ -51,6 +62,8 @@ def data(source=None, **options):
     return {"scorer": "ntk", "calibration": CalibrationConfig(source or [[1, 2, 3]], **options)}
 
 
+VISION = {"stacks": ["vision"], "round_to": 1}
+IMAGES = Dataset.from_dict({"image": [Image.new("RGB", (16, 16))] * 2, "text": ["w3 w4", "w5"]})
 REFUSED = [
     # what shapes cannot give
     (llama, None, {"sparsity": 0.01, "allocation": "uniform"}),
@@ -84,7 +97,13 @@ REFUSED = [
     (qwen2, None, data(["w3 w4"], image_column="image")),
     (t5, None, data("self")),
     (t5, None, data(["w3 w4"])),
+    (t5, None, data([[4, 5, 6]])),  # no sentinels for span corruption
     (t5, startless, data(["w3 w4"])),
+    (llava, None, data([[4, 5, 6]]) | VISION),
+    (llava, None, data("self") | VISION),
+    (llava, None, data(IMAGES.rename_column("image", "photo")) | VISION),
+    (llava, None, data(IMAGES)),  # no processor
+    (llava, None, data(IMAGES) | VISION),
     (lambda: LlamaModel(llama().config), None, data("self")),
 ]
 
@@ -119,6 +138,19 @@ def test_text_with_a_tokenizer_is_not_read():
     config = PruningConfig(sparsity=0.3, **data(["this is not of its vocabulary"] * 9))
     plan = Pruner(llama(), tokenizer()).plan(config)
     assert plan.config == config.to_dict()
+
+
+def test_images_with_a_processor_are_not_read():
+    plan = Pruner(llava(), processor=build_processor()).plan(PruningConfig(sparsity=0.3, **data(IMAGES) | VISION))
+    assert {group.stack for group in plan.groups} == {"model.vision_tower.encoder.layers"}
+
+
+def test_a_skeleton_is_refused_for_a_tower_without_images_but_not_for_want_of_a_processor(tmp_path):
+    llava().config.save_pretrained(tmp_path)
+    skeleton = load_skeleton(tmp_path)
+    make_plan(skeleton, PruningConfig(sparsity=0.3, **data(IMAGES) | VISION), skeleton=True)
+    with pytest.raises(CalibrationError, match="Stack 'vision' of LlavaForConditionalGeneration reads nothing but"):
+        make_plan(skeleton, PruningConfig(sparsity=0.3, **data("self") | VISION), skeleton=True)
 
 
 def test_a_skeleton_is_not_refused_for_what_it_cannot_have(tmp_path):

@@ -1,0 +1,22 @@
+"""Where a model wants its inputs."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device to send inputs to: that of the first weight that is in memory.
+
+    `model.device` is that of the first weight, "meta" where this one is offloaded; what is sent there is lost.
+    """
+    # Where all weights are offloaded, any device will do: the hooks that hold them move what they are given.
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
+
+
+def moved(batch: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the inputs on `input_device(model)`."""
+    device = input_device(model)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
