@@ -238,8 +238,8 @@ class PruningConfig(_Config):
     sparsity: float | dict[str, float] | None = _option(
         None,
         checks.sparsity,
-        "fraction of the targeted weights (or blocks, or sub-layers) to remove, in [0, 1); in Python and recipes also a "
-        "mapping of module patterns to fractions (pattern 'unstructured'; the rest is left alone)",
+        "fraction of the targeted weights (or blocks, or sub-layers) to remove, in [0, 1); in Python and recipes also "
+        "a mapping of module patterns to fractions (pattern 'unstructured'; the rest is left alone)",
     )
     allocation: str = _option(
         "auto",

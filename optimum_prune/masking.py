@@ -1,8 +1,9 @@
 """Zeros in weights, unstructured and n:m: how many each linear loses, before a score exists; then which."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -104,15 +105,14 @@ class MaskTargets:
     def _by_inputs_(self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData, batch_size: int) -> None:
         targets = {target.name: target for target in self.targets if target.sparsity > 0}
         linears = {name: target.linear for name, target in targets.items()}
-        batches = [
-            {name: tensor.to(model.device) for name, tensor in batch.items()} for batch in data.even_batches(batch_size)
-        ]
+        (one,) = _on(model, islice(data.even_batches(1), 1))
         with frozen(model):
-            groups = trace(model, linears, batches[0])
+            groups = trace(model, linears, one)
             if never := linears.keys() - {name for group in groups for name in group}:
                 raise CalibrationError(
                     f"No calibration sample passes through {min(never)}. A vision tower needs samples with images."
                 )
+            batches = _on(model, data.even_batches(batch_size))
             walk(model, linears, batches, groups, partial(self._step_, targets, scorer))
 
     def _step_(
@@ -174,6 +174,10 @@ def find_mask_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sco
     for target in targets:
         _check(target, scope, n_of_m)
     return MaskTargets(targets, scope, n_of_m)
+
+
+def _on(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
 
 
 def _is_targeted(name: str, config: PruningConfig) -> bool:
