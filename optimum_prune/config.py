@@ -321,7 +321,11 @@ class PruningConfig(_Config):
             raise InvalidConfig("sparsity is required: the fraction of the targeted weights to remove, in [0, 1).")
 
     def _check_units(self) -> None:
-        """Refuse units of the other pattern, and fields that mean nothing for this one."""
+        """Refuse fields that mean nothing for the pattern, and units of another one."""
+        for option in fields(self):
+            value, reason = getattr(self, option.name), MEANINGLESS[self.kind].get(option.name)
+            if reason and value != option.default:
+                raise InvalidConfig(f"{option.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}.")
         allowed = LAYER_UNITS if self.kind == "layers" else UNITS
         for unit in self.units or ():
             if unit in (*UNITS, *LAYER_UNITS) and unit not in allowed:
@@ -335,10 +339,6 @@ class PruningConfig(_Config):
                 f"units={self.units} would remove blocks and parts of them at once. Drop 'layer' first, then skip "
                 "sub-layers of what is left in a second run."
             )
-        for option in fields(self):
-            value, reason = getattr(self, option.name), MEANINGLESS[self.kind].get(option.name)
-            if reason and value != option.default:
-                raise InvalidConfig(f"{option.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from optimum_prune.calibration.moments import check_finite
 from optimum_prune.errors import UnsupportedModel
 
 Batch = Mapping[str, Tensor]
@@ -23,12 +24,17 @@ Step = Callable[[Sequence[str], Iterator[Tensor]], None]
 
 
 def trace(model: PreTrainedModel, linears: Mapping[str, nn.Module], batch: Batch) -> list[list[str]]:
-    """Run one batch; return the names of the linears in the order of calls, those with a common input together."""
+    """Run one batch; return the names of the linears in the order of calls, those with a common input together.
+
+    Raises:
+        UnsupportedModel: an input is not finite.
+    """
     groups: list[list[str]] = []
     last: list[Tensor] = []
 
     def enter(name: str, args: tuple[Tensor, ...]) -> None:
         if not last or args[0] is not last[0]:
+            check_finite(name, args[0])
             last[:] = [args[0]]
             groups.append([])
         groups[-1].append(name)
@@ -84,10 +90,10 @@ def walk(
 
 @contextmanager
 def _hooks(linears: Mapping[str, nn.Module], enter: Callable[[str, tuple[Tensor, ...]], None]) -> Iterator[None]:
-    handles = [
-        linear.register_forward_pre_hook(lambda _, args, name=name: enter(name, args))
-        for name, linear in linears.items()
-    ]
+    def entering(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, args: enter(name, args)
+
+    handles = [linear.register_forward_pre_hook(entering(name)) for name, linear in linears.items()]
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from optimum_prune.binding import bind, check_prunable, matches, select
+from optimum_prune.binding import BoundGroup, bind, check_prunable, matches, select
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.moments import second_moment
 from optimum_prune.config import PruningConfig
@@ -19,6 +19,7 @@ from optimum_prune.masks import global_masks, matrix_mask, n_of_m_mask, removed_
 from optimum_prune.modes import frozen
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer, Statistics
+from optimum_prune.sizes import forget_file_
 from optimum_prune.surgery import cutting
 
 UNIT = "weight"
@@ -83,13 +84,14 @@ class MaskTargets:
     def prune_(
         self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
     ) -> list[GroupReport]:
-        """Zero weights; shapes and config stay."""
-        with cutting():
-            if scorer.inputs is None:
+        """Zero weights; shapes and sizes in the config stay."""
+        if scorer.inputs is None:
+            with cutting():
                 self._by_weights_(scorer, torch.Generator().manual_seed(config.seed))
-            else:
-                assert data is not None, "the pipeline loads calibration data for every scorer that looks at inputs"
-                self._by_inputs_(model, scorer, data, config.calibration.batch_size)
+        else:
+            assert data is not None, "the pipeline loads calibration data for every scorer that looks at inputs"
+            self._by_inputs_(model, scorer, data, config.calibration.batch_size)
+        forget_file_(model)
         return [_report(target) for target in self.targets]
 
     def _by_weights_(self, scorer: Scorer, generator: torch.Generator) -> None:
@@ -113,7 +115,8 @@ class MaskTargets:
                     f"No calibration sample passes through {min(never)}. A vision tower needs samples with images."
                 )
             batches = _on(model, data.even_batches(batch_size))
-            walk(model, linears, batches, groups, partial(self._step_, targets, scorer))
+            with cutting():
+                walk(model, linears, batches, groups, partial(self._step_, targets, scorer))
 
     def _step_(
         self, targets: Mapping[str, Target], scorer: Scorer, names: Sequence[str], inputs: Iterator[Tensor]
@@ -153,17 +156,16 @@ def find_mask_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sco
     """
     groups = select(bind(model), names=config.stacks)
     names = [name for group in groups for name in group.linear_names]
-    shares = config.sparsity if isinstance(config.sparsity, Mapping) else None
-    for pattern in (*(config.include or ()), *(config.exclude or ()), *(shares or ())):
+    shares = _shares(config)
+    for pattern in (*(config.include or ()), *(config.exclude or ()), *shares):
         if not any(matches(name, pattern) for name in names):
-            raise InvalidConfig(unknown("module pattern", pattern, names[: len(groups[0].linear_names)]))
+            raise InvalidConfig(unknown("module pattern", pattern, _example_names(groups)))
     n_of_m = config.n_of_m
-    share = n_of_m[0] / n_of_m[1] if n_of_m else config.sparsity
     targets = [
         Target(name, group.stack, group.layer, linear, found)
         for group in groups
         for name, linear in zip(group.linear_names, group.linears, strict=True)
-        if _is_targeted(name, config) and (found := _share(name, shares, share)) is not None
+        if _is_targeted(name, config) and (found := _share(name, shares)) is not None
     ]
     if not targets:
         raise InvalidConfig(
@@ -171,8 +173,10 @@ def find_mask_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sco
             f"leave none of {len(names)} linears."
         )
     scope = _scope(config, scorer)
-    for target in targets:
-        _check(target, scope, n_of_m)
+    if n_of_m:
+        _check_groups(targets, n_of_m[1])
+    else:
+        _check_counts(targets, scope)
     return MaskTargets(targets, scope, n_of_m)
 
 
@@ -185,46 +189,76 @@ def _is_targeted(name: str, config: PruningConfig) -> bool:
     return included and not any(matches(name, pattern) for pattern in config.exclude or ())
 
 
-def _share(name: str, shares: Mapping[str, float] | None, default: float) -> float | None:
-    """Return the sparsity of a linear: of the first pattern that matches it, else None; it is then left alone."""
-    if shares is None:
-        return default
-    return next((share for pattern, share in shares.items() if matches(name, pattern)), None)
+def _shares(config: PruningConfig) -> Mapping[str, float]:
+    """Return module pattern -> sparsity."""
+    if config.n_of_m:
+        n, m = config.n_of_m
+        return {"*": n / m}
+    return config.sparsity if isinstance(config.sparsity, dict) else {"*": float(config.sparsity or 0.0)}
+
+
+def _share(name: str, shares: Mapping[str, float]) -> float | None:
+    """Return the sparsity of a linear, or None where no pattern matches it; it is then left alone."""
+    found = {pattern: share for pattern, share in shares.items() if matches(name, pattern)}
+    if len({*found.values()}) > 1:
+        # No order decides: transformers sorts the keys of config.json, where the mapping is written too.
+        raise InvalidConfig(f"sparsity asks several fractions of {name}: {found}. Let the patterns not overlap.")
+    return next(iter(found.values()), None)
+
+
+def _example_names(groups: Sequence[BoundGroup]) -> list[str]:
+    return [name.replace(".0.", ".*.") for group in groups if group.layer == 0 for name in group.linear_names]
 
 
 def _scope(config: PruningConfig, scorer: Scorer) -> str:
     """Resolve `"auto"`, and refuse a ranking that means nothing for the scorer."""
     if config.allocation == "auto":
         return scorer.scope
-    order = ("row", "matrix", "global")
-    widest = {"row": 0, "matrix": 1, "model": 2}[scorer.comparable]
-    if scorer.solve is not None or order.index(config.allocation) > widest:
-        allowed = [scorer.scope] if scorer.solve is not None else order[: widest + 1]
+    if config.allocation not in (possible := _scopes(scorer)):
         raise InvalidConfig(
-            f"allocation={config.allocation!r} is not possible with {scorer.name}, whose scores mean something inside "
-            f"of one {scorer.scope if scorer.solve else scorer.comparable}; possible: {', '.join(map(repr, allowed))}."
+            f"allocation={config.allocation!r} is not possible with {scorer.name}, which chooses inside of one "
+            f"{' or '.join(possible)}; possible: {', '.join(map(repr, ['auto', *possible]))}."
         )
     if config.allocation == "global" and isinstance(config.sparsity, Mapping):
         raise InvalidConfig("allocation='global' has one sparsity for all; sparsity must be a number, not a mapping.")
     return config.allocation
 
 
-def _check(target: Target, scope: str, n_of_m: tuple[int, int] | None) -> None:
-    rows, columns = target.linear.weight.shape
-    if n_of_m and columns % n_of_m[1]:
-        raise InvalidConfig(
-            f"{target.name} has {columns} inputs, which do not fall into groups of {n_of_m[1]}. Leave it out with "
-            "exclude, or choose another n:m."
-        )
-    ranked = columns if scope == "row" else rows * columns
-    if not n_of_m and target.sparsity > 0 and removed_of(ranked, target.sparsity) == 0:
-        raise InvalidConfig(
-            f"{target.name}: a sparsity of {target.sparsity:.4g} removes none of the {ranked} weights of a {scope}; "
-            f"one is {1 / ranked:.3g}. Raise the sparsity, or exclude it."
-        )
+def _scopes(scorer: Scorer) -> list[str]:
+    """Return the allocations that mean something for a scorer."""
+    if scorer.solve is not None:
+        return [scorer.scope]
+    if scorer.comparable == "model" and scorer.inputs is None:  # inputs are known one linear at a time
+        return ["row", "matrix", "global"]
+    return ["row"] if scorer.comparable == "row" else ["row", "matrix"]
+
+
+def _check_groups(targets: Sequence[Target], m: int) -> None:
+    for target in targets:
+        columns = target.linear.weight.shape[1]
+        if columns % m:
+            raise InvalidConfig(
+                f"{target.name} has {columns} inputs, which do not fall into groups of {m}. Leave it out with exclude, "
+                "or choose another n:m."
+            )
+
+
+def _check_counts(targets: Sequence[Target], scope: str) -> None:
+    """Refuse a sparsity of which rounding leaves nothing."""
+    total = sum(target.linear.weight.numel() for target in targets)
+    for target in targets:
+        rows, columns = target.linear.weight.shape
+        ranked = {"row": columns, "matrix": rows * columns, "global": total}[scope]
+        if target.sparsity > 0 and removed_of(ranked, target.sparsity) == 0:
+            raise InvalidConfig(
+                f"{target.name}: a sparsity of {target.sparsity:.4g} removes none of {ranked} weights that are ranked "
+                f"together; one is {1 / ranked:.3g}. Raise the sparsity, or exclude it."
+            )
 
 
 def _fraction(targets: Sequence[Target]) -> float:
+    if len(shares := {target.sparsity for target in targets}) == 1:
+        return shares.pop()  # to the last digit
     total = sum(target.linear.weight.numel() for target in targets)
     return sum(target.sparsity * target.linear.weight.numel() for target in targets) / total
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-EPSILON = 1e-9  # 0.29 * 100 is 28.999999999999996
+EPSILON = 1e-12  # 0.29 * 100 is 28.999999999999996, and products of large counts are off by more
 
 
 def removed_of(count: int, sparsity: float) -> int:
     """Return `int(count * sparsity)`, safe from rounding: how many of `count` weights go."""
-    return int(count * sparsity + EPSILON)
+    return int(count * (sparsity + EPSILON))
 
 
 def row_mask(scores: Tensor, remove: int) -> Tensor:

@@ -31,8 +31,8 @@ TOLERANCE = 0.02
 REASONS = {
     "structured": "only whole units go, and what is kept is rounded up and has a floor",
     "layers": "only whole layers go, and they may differ in size",
-    "unstructured": "only whole weights go, of every row or matrix as many",
-    "n:m": "some weights were zero before",
+    "unstructured": "only whole weights go, and some were zero before, or read inputs that always are",
+    "n:m": "some weights were zero before, or read inputs that always are",
 }
 """Pattern -> why asked and achieved may differ."""
 

@@ -53,7 +53,8 @@ def sparsegpt(
 
     Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1: score `w^2 / U_jj^2`, update
     `W[:, j:] -= ((w_j - q_j) / U_jj) U[j, j:]`. Unstructured, the lowest of every 128 columns of a linear go, with
-    exact counts (the published threshold removes one too many); n:m is chosen m columns at a time, from updated weights.
+    exact counts (the published threshold removes one too many); n:m is chosen m columns at a time, from weights updated
+    so far.
 
     Args:
         weights: `(rows, d)` each, of linears with a common input; left as they are.

@@ -14,7 +14,7 @@ PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
     {"errors", "checks", "registry", "config"},
     {"allocation", "bounds", "masks", "solvers", "adapters", "scorers"},
-    {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"},
+    {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"} | {"sparsity", "callbacks", "semi_structured"},
     {"pipeline", "structured", "depth", "masking", "report", "measurements", "metrics", "latency", "evaluation"} | {"planning"},
     {"integrations"},
     {"pruner"},

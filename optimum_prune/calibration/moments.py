@@ -33,9 +33,14 @@ def second_moment(name: str, inputs: Iterable[Tensor], *, full: bool) -> Tensor:
             total.add_(x.square().sum(dim=0))
         tokens += len(x)
     assert total is not None, "there is at least one micro-batch"
-    if not torch.isfinite(total).all():
+    check_finite(name, total)
+    return total.div_(tokens)
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Refuse an input of the module `name`, or sums of it, with NaN or infinite values."""
+    if not torch.isfinite(values).all():
         raise UnsupportedModel(
             f"The input of {name} is not finite on the calibration data. Load the model in bfloat16 or float32, and "
             "check that it works on its own."
         )
-    return total.div_(tokens)

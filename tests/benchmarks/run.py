@@ -1,4 +1,4 @@
-"""Run benchmarks, all or those named: `python tests/benchmarks/run.py [slicing] [gradients] [structured]`."""
+"""Run benchmarks, all or those named: `python tests/benchmarks/run.py [slicing] [gradients] [structured] [packing]`."""
 
 import sys
 from importlib import import_module
@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
-BENCHMARKS = ("slicing", "gradients", "structured")
+BENCHMARKS = ("slicing", "gradients", "structured", "packing")
 
 if __name__ == "__main__":
     names = sys.argv[1:] or BENCHMARKS
