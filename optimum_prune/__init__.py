@@ -18,6 +18,7 @@ __all__ = [
     "CalibrationError",
     "CheckpointError",
     "InvalidConfig",
+    "KeepMasks",
     "Plan",
     "Pruner",
     "PruningConfig",
@@ -25,10 +26,14 @@ __all__ = [
     "PruningReport",
     "UnsupportedArchitecture",
     "UnsupportedModel",
+    "accelerate_2_4_",
+    "apply_masks_",
+    "masks_of",
     "prune",
 ]
 
 if TYPE_CHECKING:
+    from optimum_prune.callbacks import KeepMasks
     from optimum_prune.config import CalibrationConfig, PruningConfig
     from optimum_prune.errors import (
         CalibrationError,
@@ -42,13 +47,19 @@ if TYPE_CHECKING:
     from optimum_prune.planning.plan import Plan
     from optimum_prune.pruner import Pruner
     from optimum_prune.report import PruningReport
+    from optimum_prune.semi_structured import accelerate_2_4_
+    from optimum_prune.sparsity import apply_masks_, masks_of
 
 _HOMES = {
     "CalibrationConfig": "config",
+    "KeepMasks": "callbacks",
     "Plan": "planning.plan",
     "Pruner": "pruner",
     "PruningConfig": "config",
     "PruningReport": "report",
+    "accelerate_2_4_": "semi_structured",
+    "apply_masks_": "sparsity",
+    "masks_of": "sparsity",
     "prune": "pipeline",
 }  # all others are errors
 

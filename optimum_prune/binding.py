@@ -164,6 +164,13 @@ def bind(model: nn.Module, adapter: Adapter | None = None) -> list[BoundGroup]:
     return bound
 
 
+def named_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return every linear that belongs to a coupled group, by its module path, in the order of the model."""
+    return {
+        name: linear for group in bind(model) for name, linear in zip(group.linear_names, group.linears, strict=True)
+    }
+
+
 def select(
     bound: Sequence[BoundGroup],
     units: Sequence[str] | None = None,

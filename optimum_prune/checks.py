@@ -10,7 +10,7 @@ from typing import Any
 
 from optimum_prune.errors import InvalidConfig, unknown
 
-PATTERNS = ("structured", "layers")
+PATTERNS = ("structured", "layers", "unstructured", "n:m")
 
 Check = Callable[[str, Any], Any]
 """`(name of the field, value given) -> value kept`."""
@@ -33,8 +33,16 @@ def integer(minimum: int) -> Check:
     return check
 
 
-def sparsity(name: str, value: Any) -> float:
-    """Accept a fraction removed, 0 <= s < 1."""
+def sparsity(name: str, value: Any) -> float | dict[str, float]:
+    """Accept a fraction removed, 0 <= s < 1, or a mapping of module patterns to such fractions."""
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(pattern, str) and pattern for pattern in value):
+            raise refuse(name, "a fraction, or a non-empty mapping of module patterns to fractions", value)
+        return {pattern: _fraction(f"{name}[{pattern!r}]", share) for pattern, share in value.items()}
+    return _fraction(name, value)
+
+
+def _fraction(name: str, value: Any) -> float:
     if not 0 <= _number(value) < 1:
         raise refuse(name, "in [0, 1)", value)
     return float(value)
@@ -92,7 +100,7 @@ def pattern(name: str, value: Any) -> str:
             raise InvalidConfig(
                 f"pattern {value!r} is no n:m: n of every m consecutive weights are removed, so 0 < n < m."
             )
-    elif value not in (*PATTERNS, "unstructured"):
+    elif value == "n:m" or value not in PATTERNS:
         raise InvalidConfig(unknown("pattern", value, PATTERNS))
     return value
 

@@ -8,6 +8,7 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,11 +19,24 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 VERSION = 1
-ALLOCATIONS = ("auto", "uniform", "global", "gamma")
+ALLOCATIONS = {
+    "structured": ("auto", "uniform", "global", "gamma"),
+    "layers": ("auto", "global"),
+    "unstructured": ("auto", "row", "matrix", "global"),
+    "n:m": ("auto",),
+}
+"""Kind of pattern -> how the removal may be spread."""
 UNITS = ("kv_group", "mlp_channel")
 LAYER_UNITS = ("layer", "attention", "mlp")
-RECOMMENDED = {"structured": "ntk", "layers": "block_influence"}
+RECOMMENDED = {"structured": "ntk", "layers": "block_influence", "unstructured": "sparsegpt", "n:m": "sparsegpt"}
 """Pattern -> the scorer that stands in where none is given."""
+_WEIGHTS = {
+    "units": "single weights go, not units; choose linears by include and exclude",
+    "gamma": "every linear loses the fraction that is asked of it",
+    "round_to": "shapes stay as they are",
+    "keep_first": "blocks stay; leave linears alone by exclude",
+    "keep_last": "blocks stay; leave linears alone by exclude",
+}
 MEANINGLESS = {
     "structured": {
         "keep_first": "every block keeps some of its units",
@@ -31,10 +45,11 @@ MEANINGLESS = {
     "layers": {
         "round_to": "only whole blocks or sub-layers go",
         "gamma": "attention and MLPs lose the same fraction of their layers",
-        "allocation": "all layers of a stack are ranked together; leave it out, or use 'global'",
     },
+    "unstructured": _WEIGHTS,
+    "n:m": _WEIGHTS,
 }
-"""Pattern -> fields that must be left alone, and why."""
+"""Kind of pattern -> fields that must be left alone, and why."""
 IN_MEMORY = "in-memory: "  # how a written config begins the description of data that it does not hold
 
 
@@ -220,23 +235,27 @@ class PruningConfig(_Config):
     pattern: str = _option(
         "structured",
         checks.pattern,
-        "what is removed: 'structured' (units inside of blocks) or 'layers' (whole blocks, or sub-layers)",
+        "what is removed: 'structured' (units inside of blocks), 'layers' (whole blocks, or sub-layers), "
+        "'unstructured' (single weights, which become zero) or n:m, e.g. '2:4' (n zeros in every m weights)",
     )
     scorer: str = _option(
         None,
         checks.one_of("scorer", lambda: registry.available("scorers")),
         "how units or layers are ranked, by name; by default what the pattern recommends: 'ntk' for 'structured', "
-        "'block_influence' for 'layers'",
+        "'block_influence' for 'layers', 'sparsegpt' for zeros",
     )
-    sparsity: float | None = _option(
-        None, checks.sparsity, "fraction of the targeted weights (or blocks, or sub-layers) to remove, in [0, 1)"
+    sparsity: float | dict[str, float] | None = _option(
+        None,
+        checks.sparsity,
+        "fraction of the targeted weights (or blocks, or sub-layers) to remove, in [0, 1); in Python and recipes also "
+        "a mapping of module patterns to fractions (pattern 'unstructured'; the rest is left alone)",
     )
     allocation: str = _option(
         "auto",
-        checks.one_of("allocation", lambda: ALLOCATIONS),
+        checks.one_of("allocation", lambda: dict.fromkeys(chain(*ALLOCATIONS.values()))),
         "how the removal is spread over the layers: 'uniform' (the same fraction in each), 'global' (one "
         "ranking per kind of unit), 'gamma' (global, MLP and attention coupled by gamma) or 'auto' (what the "
-        "scorer recommends)",
+        "scorer recommends). Of pattern 'unstructured': 'row', 'matrix' (the same fraction in each) or 'global'",
     )
     gamma: float | Literal["auto"] = _option(
         "auto", checks.gamma, "how much larger a fraction MLPs lose than attention: a number > 0, or 'auto'"
@@ -273,31 +292,50 @@ class PruningConfig(_Config):
         self._check_pattern()
         self._check_units()
         if self.scorer is None:  # pyright: ignore[reportUnnecessaryComparison]
-            object.__setattr__(self, "scorer", RECOMMENDED[self.pattern])
+            object.__setattr__(self, "scorer", RECOMMENDED[self.kind])
+        if self.allocation not in ALLOCATIONS[self.kind]:
+            raise InvalidConfig(
+                f"allocation={self.allocation!r} has no meaning with pattern {self.pattern!r}; possible: "
+                f"{', '.join(map(repr, ALLOCATIONS[self.kind]))}."
+            )
         if self.gamma != "auto" and self.allocation not in ("auto", "gamma"):
             raise InvalidConfig(
                 f"gamma={self.gamma} has no meaning with allocation={self.allocation!r}; use allocation='gamma'."
             )
 
+    @property
+    def kind(self) -> str:
+        """Kind of pattern: `"n:m"` for every n and m."""
+        return "n:m" if ":" in self.pattern else self.pattern
+
+    @property
+    def n_of_m(self) -> tuple[int, int] | None:
+        """N and m, where that is the pattern."""
+        if self.kind != "n:m":
+            return None
+        n, m = self.pattern.split(":")
+        return int(n), int(m)
+
     def _check_pattern(self) -> None:
         if ":" in self.pattern and self.sparsity is not None:
-            n, m = map(int, self.pattern.split(":"))
-            if not math.isclose(self.sparsity, n / m):
+            n, m = self.n_of_m or (0, 1)
+            if isinstance(self.sparsity, dict) or not math.isclose(self.sparsity, n / m):
                 raise InvalidConfig(
                     f"sparsity={self.sparsity} conflicts with pattern {self.pattern!r}, which removes "
                     f"exactly {n} of every {m} weights ({n / m:g}); leave sparsity out."
                 )
-        if self.pattern not in checks.PATTERNS:
-            raise InvalidConfig(
-                f"pattern {self.pattern!r} is not available in this version; "
-                f"available: {', '.join(map(repr, checks.PATTERNS))}."
-            )
-        if self.sparsity is None:
+        if isinstance(self.sparsity, dict) and self.kind != "unstructured":
+            raise InvalidConfig(f"Pattern {self.pattern!r} has one sparsity for all: a number, not a mapping.")
+        if self.sparsity is None and self.kind != "n:m":
             raise InvalidConfig("sparsity is required: the fraction of the targeted weights to remove, in [0, 1).")
 
     def _check_units(self) -> None:
-        """Refuse units of the other pattern, and fields that mean nothing for this one."""
-        allowed = LAYER_UNITS if self.pattern == "layers" else UNITS
+        """Refuse fields that mean nothing for the pattern, and units of another one."""
+        for option in fields(self):
+            value, reason = getattr(self, option.name), MEANINGLESS[self.kind].get(option.name)
+            if reason and value != option.default:
+                raise InvalidConfig(f"{option.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}.")
+        allowed = LAYER_UNITS if self.kind == "layers" else UNITS
         for unit in self.units or ():
             if unit in (*UNITS, *LAYER_UNITS) and unit not in allowed:
                 raise InvalidConfig(
@@ -310,10 +348,6 @@ class PruningConfig(_Config):
                 f"units={self.units} would remove blocks and parts of them at once. Drop 'layer' first, then skip "
                 "sub-layers of what is left in a second run."
             )
-        for option in fields(self):
-            value, reason = getattr(self, option.name), MEANINGLESS[self.pattern].get(option.name)
-            if reason and value not in (option.default, "global"):  # which is how layers are ranked anyway
-                raise InvalidConfig(f"{option.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""

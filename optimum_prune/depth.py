@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.sizes import describe_
 from optimum_prune.skipping import leaders, skipped, why_not_skip
-from optimum_prune.surgery import drop_, skip_
+from optimum_prune.surgery import cutting, drop_, skip_
 
 BLOCK = "layer"
 """The unit that is a whole block; the others are sub-layers."""
@@ -105,11 +105,15 @@ class DepthTargets:
         pools: by stack and kind of layer.
         allocation: always one ranking over all layers of a pool.
         gamma: always empty.
+        sparsity: fraction asked.
+        notes: for the report.
     """
 
     pools: list[DepthPool]
     allocation: str
     gamma: dict[str, float]
+    sparsity: float
+    notes: list[str] = field(default_factory=list)
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse weights that cannot be pruned, before anything is touched."""
@@ -141,6 +145,14 @@ class DepthTargets:
         reports = [report for pool in self.pools for report in pool.cut_(model, kept)]
         describe_(model)
         return reports
+
+    def prune_(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> list[GroupReport]:
+        """Score, choose and cut."""
+        kept = self.choose(self.score(model, scorer, data, config))
+        with cutting():
+            return self.cut_(model, kept)
 
     @property
     def asked(self) -> dict[str, dict[str, float]]:
@@ -177,7 +189,7 @@ def find_depth_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sc
             f"Nothing is left to prune: stacks={config.stacks}, units={config.units}, include={config.include}, "
             f"exclude={config.exclude} leave none of {sum(map(len, layers.values()))} layers."
         )
-    return DepthTargets(pools, allocation="global", gamma={})
+    return DepthTargets(pools, allocation="global", gamma={}, sparsity=float(config.sparsity or 0.0))
 
 
 def generation_warnings(model: PreTrainedModel) -> list[str]:

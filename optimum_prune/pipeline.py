@@ -14,18 +14,26 @@ from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.config import PruningConfig
 from optimum_prune.depth import find_depth_targets, generation_warnings
-from optimum_prune.errors import InvalidConfig, PruningError
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.masking import find_mask_targets
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.structured import find_targets
 
-FIND_TARGETS = {"structured": find_targets, "layers": find_depth_targets}
-"""Pattern -> what finds its targets."""
+FIND_TARGETS = {
+    "structured": find_targets,
+    "layers": find_depth_targets,
+    "unstructured": find_mask_targets,
+    "n:m": find_mask_targets,
+}
+"""Kind of pattern -> what finds its targets."""
 TOLERANCE = 0.02
 """Difference between asked and achieved, in fractions of a kind's weights, from which on the report warns."""
 REASONS = {
     "structured": "only whole units go, and what is kept is rounded up and has a floor",
     "layers": "only whole layers go, and they may differ in size",
+    "unstructured": "only whole weights go, and some were zero before, or read inputs that always are",
+    "n:m": "some weights were zero before, or read inputs that always are",
 }
 """Pattern -> why asked and achieved may differ."""
 
@@ -54,7 +62,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         raise InvalidConfig(f"config must be a PruningConfig, got a {type(config).__name__}.")
     earlier: dict[str, Any] = getattr(model.config, "pruning_config", None) or {}
     scorer = load_scorer(config)
-    targets = FIND_TARGETS[config.pattern](model, config, scorer)
+    targets = FIND_TARGETS[config.kind](model, config, scorer)
     targets.check(model)
     parameters = model.num_parameters()
     data = None
@@ -68,18 +76,11 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
             default_seq_len=scorer.seq_len,
             image_stack=image_stack(model, targets.asked),
         )
-    kept = targets.choose(targets.score(model, scorer, data, config))
-    try:
-        groups = targets.cut_(model, kept)
-    except BaseException as error:
-        raise PruningError(
-            f"Pruning was interrupted between the first cut and the last ({error!r}): the model is partly pruned. "
-            "Load it again."
-        ) from error
+    groups = targets.prune_(model, scorer, data, config)
     report = PruningReport(
         config=config.to_dict(),
         model_type=adapter_for(model).model_type,
-        asked=float(config.sparsity or 0.0),
+        asked=targets.sparsity,
         asked_per_stack=targets.asked,
         groups=groups,
         parameters_before=parameters,
@@ -98,12 +99,12 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         previous=_history(earlier),
     )
     report.warnings += [
-        f"{unit} of {stack}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}: {REASONS[config.pattern]}."
+        f"{unit} of {stack}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}: {REASONS[config.kind]}."
         for stack, units in report.per_stack.items()
         for unit, total in units.items()
         if abs(total["asked"] - total["achieved"]) > TOLERANCE
     ]
-    report.warnings += generation_warnings(model)
+    report.warnings += [*targets.notes, *generation_warnings(model)]
     model.config.pruning_config = report.record()
     return report
 
@@ -111,8 +112,8 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
 def load_scorer(config: PruningConfig) -> Scorer:
     """Load the scorer of a config, and refuse one that is for other patterns."""
     scorer: Scorer = registry.load("scorers", config.scorer)
-    if config.pattern not in scorer.patterns:
-        fit = [n for n in registry.available("scorers") if config.pattern in registry.load("scorers", n).patterns]
+    if config.kind not in scorer.patterns:
+        fit = [n for n in registry.available("scorers") if config.kind in registry.load("scorers", n).patterns]
         raise InvalidConfig(
             f"scorer {config.scorer!r} ranks for pattern {', '.join(map(repr, scorer.patterns))} and cannot choose for "
             f"{config.pattern!r}; scorers that can: {', '.join(map(repr, fit))}."

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from optimum_prune.calibration.data import load_samples
@@ -12,7 +13,7 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.integrations.card import inherited_metadata, model_card
-from optimum_prune.integrations.layouts import save_checkpoint
+from optimum_prune.integrations.layouts import Written, save_checkpoint
 from optimum_prune.integrations.loading import load_companions, load_model, read_report, same_record, write_report
 from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Evaluation, check_evaluation, comparison
@@ -20,6 +21,7 @@ from optimum_prune.pipeline import prune
 from optimum_prune.planning.plan import Plan
 from optimum_prune.planning.planner import make_plan
 from optimum_prune.report import PruningReport
+from optimum_prune.sparsity import masks_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,10 @@ class Pruner:
         self._seen = _state(self.model)
         return self.report
 
+    def masks(self) -> dict[str, Tensor]:
+        """Read the masks of `model` off its zeros; see `masks_of`."""
+        return masks_of(self.model)
+
     def evaluate(self, dataset: Any, *, latency: bool = True, **options: Any) -> Evaluation:
         """Measure perplexity, accuracy, KL to the dense model, size and latency of `model` as it is now.
 
@@ -148,6 +154,7 @@ class Pruner:
         directory: str | Path,
         layout: str = "auto",
         *,
+        storage: str = "dense",
         verify: bool = True,
         card_data: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -157,6 +164,8 @@ class Pruner:
         Args:
             directory: an old checkpoint there is replaced in one step; other files there stay.
             layout: `"auto"` (plain transformers loads it where that is possible), `"stock"` or `"compact"`.
+            storage: `"dense"`, or `"packed"`: zeros take one bit each on disk, and loading needs this package; loaded,
+                the model is dense again.
             verify: check that what was written will load, and fail here instead of later.
             card_data: metadata of the model card that is known better than what can be found, e.g. `base_model`,
                 `license`, `language`.
@@ -166,11 +175,11 @@ class Pruner:
             The layout written.
 
         Raises:
-            InvalidConfig: the layout cannot hold this model.
+            InvalidConfig: an unknown layout or storage, or the layout cannot hold this model.
             CheckpointError: it cannot be written there, or would not load again.
         """
 
-        def companions(folder: Path, layout: str, weight_bytes: int) -> None:
+        def companions(folder: Path, written: Written) -> None:
             for companion in filter(None, (self.tokenizer, self.processor)):
                 companion.save_pretrained(folder)
             if self.report is not None:
@@ -178,10 +187,11 @@ class Pruner:
                 card = model_card(
                     self.report,
                     evaluations=self.evaluations,
-                    layout=layout,
+                    layout=written.layout,
+                    storage=written.storage,
                     architecture=type(self.model).__name__,
                     reads_images=self.processor is not None,
-                    file_bytes=weight_bytes,
+                    file_bytes=written.weight_bytes,
                     card_data=inherited_metadata(self.report.base_model) | (card_data or {}),
                 )
                 card.save(folder / "README.md")
@@ -193,7 +203,8 @@ class Pruner:
                 "The model was pruned again without this Pruner, whose report and card would be false. Use "
                 "Pruner.prune(), or save with model.save_pretrained()."
             )
-        layout = save_checkpoint(self.model, directory, layout=layout, verify=verify, companions=companions, **kwargs)
+        options = {"layout": layout, "storage": storage, "verify": verify, "companions": companions}
+        layout = save_checkpoint(self.model, directory, **options, **kwargs)
         if self._source == Path(directory).resolve():
             self._reload_dense = None  # the dense model is no longer there
         return layout

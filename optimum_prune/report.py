@@ -19,11 +19,17 @@ BAR = 10
 """Columns of a bar."""
 GONE = {"layer": "dropped", "attention": "skipped", "mlp": "skipped"}
 """Kind of layer -> what happened to it where it did not stay."""
+WEIGHT = "weight"
+"""Unit of the patterns that set single weights to zero."""
+ZEROS = (
+    "In dense storage, zeros are kept and multiplied like any other weight: alone, they make a model neither smaller "
+    "nor faster."
+)
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One coupled group before and after; or one block, or sub-layer of a block, which is a group of one unit.
+    """One coupled group before and after; or a linear; or a block, or sub-layer of one, which is a group of one unit.
 
     Attributes:
         name: full module path, e.g. `model.layers.3.mlp`, before any block was dropped.
@@ -31,8 +37,8 @@ class GroupReport:
         layer: index of the block in its stack, before any was dropped.
         unit: kind of unit, e.g. `"mlp_channel"`.
         before: units before.
-        after: units after.
-        kept: sorted indices of the units kept.
+        after: units after; of weights, those that are not zero.
+        kept: sorted indices of the units kept; empty for weights.
         weights_before: weights in the linears of the group before; biases, norms and embeddings do not count.
         weights_after: the same after.
     """
@@ -114,6 +120,11 @@ class PruningReport:
         return list(dict.fromkeys(group.unit for group in self.groups))
 
     @property
+    def zeros(self) -> int:
+        """Weights of the targeted linears that are zero after a run whose units are weights; else 0."""
+        return sum(group.before - group.after for group in self.groups if group.unit == WEIGHT)
+
+    @property
     def per_layer(self) -> dict[tuple[str, int], dict[str, tuple[int, int]]]:
         """`(stack, layer)` -> `{unit: (units after, units before)}`."""
         table: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
@@ -132,7 +143,7 @@ class PruningReport:
         """
         gone: dict[str, dict[str, list[int]]] = {}
         for group in self.groups:
-            if group.after == 0:
+            if group.after == 0 and group.unit in GONE:
                 gone.setdefault(group.stack, {}).setdefault(group.unit, []).append(group.layer)
         return gone
 
@@ -206,6 +217,7 @@ class PruningReport:
             f"asked {self.asked:.1%}, achieved {self.achieved:.1%} of the targeted weights",
             *self._table(),
             f"parameters {self.parameters_before:,} -> {self.parameters_after:,} ({change:+.1%})",
+            *([ZEROS] if WEIGHT in self.units else []),
             f"took {self.seconds:.1f} s",
         ]
         if self.calibration is not None:

@@ -73,10 +73,7 @@ def describe_(model: PreTrainedModel) -> str:
         `"stock"` where plain transformers builds a model of these shapes from the config, else `"compact"`.
     """
     bound, sizes = bind(model), measure(model)
-    if block_method(model.config) not in (None, METHOD):
-        # The weights are plain (`bind` has seen to it), so the block speaks of the file that they came from: a GGUF.
-        delattr(model.config, "quantization_config")
-        forget_quantizer_(model)
+    forget_file_(model)
     declared = _declared(model)
     make_plain_(model.config, declared)
     uniform = _uniform(declared, sizes)
@@ -106,6 +103,13 @@ def describe_(model: PreTrainedModel) -> str:
             config.per_layer_config = overrides
     model.config.quantization_config = plugin
     return "compact"
+
+
+def forget_file_(model: PreTrainedModel) -> None:
+    """Drop the config's block of a quantizer: of plain weights it only describes the file they came from, a GGUF."""
+    if block_method(model.config) not in (None, METHOD):
+        delattr(model.config, "quantization_config")
+        forget_quantizer_(model)
 
 
 def why_not_stock(model: PreTrainedModel) -> str | None:

@@ -1,7 +1,7 @@
 """Structured pruning: which units may go, and how many, before a score exists; then which."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.scoring import score_groups
 from optimum_prune.sizes import describe_, measure
-from optimum_prune.surgery import slice_
+from optimum_prune.surgery import cutting, slice_
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,16 @@ class Targets:
         pools: the same groups by stack and kind of unit.
         allocation: the one used; never `"auto"`.
         gamma: path of a stack -> MLP sparsity over attention sparsity, where both are coupled.
+        sparsity: fraction asked.
+        notes: for the report.
     """
 
     groups: list[BoundGroup]
     pools: list[Pool]
     allocation: str
     gamma: dict[str, float]
+    sparsity: float
+    notes: list[str] = field(default_factory=list)
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse weights that cannot be pruned, before anything is touched."""
@@ -134,6 +138,14 @@ class Targets:
             )
             for group in self.groups
         ]
+
+    def prune_(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> list[GroupReport]:
+        """Score, choose and cut."""
+        kept = self.choose(self.score(model, scorer, data, config))
+        with cutting():
+            return self.cut_(model, kept)
 
     @property
     def asked(self) -> dict[str, dict[str, float]]:
@@ -173,7 +185,7 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
             pools[-1].check()
     if config.gamma != "auto" and not gamma:
         raise InvalidConfig(f"gamma={config.gamma} couples MLP and attention, but only one of them is targeted.")
-    return Targets(groups, pools, allocation, gamma)
+    return Targets(groups, pools, allocation, gamma, float(config.sparsity or 0.0))
 
 
 def _allocation(config: PruningConfig, scorer: Scorer) -> str:

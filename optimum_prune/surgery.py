@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +11,24 @@ from torch import Tensor, nn
 
 from optimum_prune.binding import BoundGroup, BoundStack, adapter_for, stacks
 from optimum_prune.configs import keep_layers_, layer_types, stack_config, stack_configs
-from optimum_prune.errors import InvalidConfig
+from optimum_prune.errors import InvalidConfig, PruningError
 from optimum_prune.skipping import STAND_INS, leaders, skipped, why_not_skip
 
 if TYPE_CHECKING:
     # Not at run time: importing transformers' models registers the plugin, and the plugin needs this file.
     from transformers import PreTrainedModel
+
+
+@contextmanager
+def cutting() -> Iterator[None]:
+    """Say of any error, a user's Ctrl-C too, that it came between the first cut and the last."""
+    try:
+        yield
+    except BaseException as error:
+        raise PruningError(
+            f"Pruning was interrupted between the first cut and the last ({error!r}): the model is partly pruned. "
+            "Load it again."
+        ) from error
 
 
 def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from optimum_prune.binding import bind
+from optimum_prune.binding import bind, named_linears
 from optimum_prune.sizes import describe_
 from optimum_prune.surgery import slice_
 
@@ -39,6 +39,15 @@ def uniformly(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
         return group.num_units if derived else -(-group.num_units // 2)
 
     return _cut(model, kept, seed)
+
+
+@torch.no_grad()
+def holes(model: PreTrainedModel, *, sparsity: float = 0.5, seed: int = 0) -> PreTrainedModel:
+    """Set random weights of every linear of a block to zero, a fraction `sparsity` of them on average."""
+    generator = torch.Generator().manual_seed(seed)
+    for linear in named_linears(model).values():
+        linear.weight.masked_fill_(torch.rand(linear.weight.shape, generator=generator) < sparsity, 0)
+    return model
 
 
 def _cut(model, kept, seed):

@@ -55,6 +55,26 @@ def group(name: str, layer: int, unit: str, before: int, after: int, weights: in
     return GroupReport(name, stack, layer, unit, before, after, list(range(after)), before * weights, after * weights)
 
 
+def masked(pattern: str = "2:4", **changes: Any) -> PruningReport:
+    """Return a report of two linears in each of 3 layers; of 64 weights, half are zero, and in the first block more."""
+    groups = []
+    for layer in range(3):
+        for name, after in (("self_attn.q_proj", 24 if layer == 0 else 32), ("mlp.up_proj", 32)):
+            path = f"model.layers.{layer}.{name}"
+            groups.append(GroupReport(path, "model.layers", layer, "weight", 64, after, [], 64, after))
+    config = report().config | {"pattern": pattern, "scorer": "wanda", "sparsity": None if ":" in pattern else 0.5}
+    values: dict[str, Any] = {
+        "config": config,
+        "asked": 0.5,
+        "asked_per_stack": {"model.layers": {"weight": 0.5}},
+        "groups": groups,
+        "parameters_after": 10_000,
+        "allocation": "row",
+        "gamma": None,
+    }
+    return report(**values | changes)
+
+
 DENSE = Evaluation(
     perplexity=12.5,
     kl=None,

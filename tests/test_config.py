@@ -79,7 +79,28 @@ def depth_prunings(draw: st.DrawFn) -> PruningConfig:
     )
 
 
-CONFIGS = CALIBRATIONS | prunings() | depth_prunings()
+@st.composite
+def mask_prunings(draw: st.DrawFn) -> PruningConfig:
+    fractions = st.floats(min_value=0, max_value=1, exclude_max=True)
+    m = draw(st.integers(2, 64))
+    n = draw(st.integers(1, m - 1))
+    pattern = draw(st.sampled_from(["unstructured", f"{n}:{m}"]))
+    free = pattern == "unstructured"
+    sparsity: st.SearchStrategy[Any] = fractions | st.dictionaries(NAMES, fractions, min_size=1, max_size=3)
+    return PruningConfig(
+        pattern=pattern,
+        scorer=draw(st.sampled_from(["magnitude", "random", "wanda", "sparsegpt", "admm"])),
+        sparsity=draw(sparsity if free else st.sampled_from([None, n / m])),
+        allocation=draw(st.sampled_from(["auto", "row", "matrix", "global"] if free else ["auto"])),
+        stacks=draw(PATTERNS),
+        include=draw(PATTERNS),
+        exclude=draw(PATTERNS),
+        calibration=draw(CALIBRATIONS),
+        seed=draw(SEEDS),
+    )
+
+
+CONFIGS = CALIBRATIONS | prunings() | depth_prunings() | mask_prunings()
 UNTIMED = settings(deadline=None)  # a busy machine is no failure
 
 
@@ -169,7 +190,55 @@ def test_defaults_of_layers():
     )
 
 
-@pytest.mark.parametrize(("pattern", "scorer"), [("structured", "ntk"), ("layers", "block_influence")])
+@pytest.mark.parametrize("pattern", ["2:4", "1:3", "4:8", "unstructured"])
+def test_defaults_of_zeros(pattern):
+    sparsity = 0.2 if pattern == "unstructured" else None
+    assert pruning(pattern=pattern, sparsity=sparsity) == pruning(
+        pattern=pattern, sparsity=sparsity, scorer="sparsegpt", allocation="auto", units=None, round_to=8
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "n_of_m"),
+    [
+        ("2:4", "n:m", (2, 4)),
+        ("15:16", "n:m", (15, 16)),
+        ("unstructured", "unstructured", None),
+        ("layers", "layers", None),
+    ],
+)
+def test_kinds_of_pattern(pattern, kind, n_of_m):
+    config = pruning(pattern=pattern, sparsity=None if n_of_m else 0.5)
+    assert (config.kind, config.n_of_m) == (kind, n_of_m)
+
+
+def test_the_sparsity_of_n_of_m_may_be_repeated():
+    assert [pruning(pattern="1:3", sparsity=s).sparsity for s in (1 / 3, None)] == [1 / 3, None]
+
+
+def test_a_fraction_for_each_pattern(tmp_path):
+    """Numbers of any kind become plain, and the mapping is a copy."""
+    shares = {"*.mlp": np.float64(0.5), "model.layers.0": 0}
+    config = pruning(pattern="unstructured", sparsity=shares)
+    shares["*.mlp"] = 0.9
+    assert config.sparsity == {"*.mlp": 0.5, "model.layers.0": 0.0}
+    (tmp_path / "r.yaml").write_text("pattern: unstructured\nsparsity:\n  '*.mlp': 0.5\n  model.layers.0: 0\n")
+    assert PruningConfig.from_file(tmp_path / "r.yaml") == replace(config, scorer="sparsegpt")
+
+
+def test_a_recipe_quotes_its_n_of_m(tmp_path):
+    """YAML 1.1 reads 2:4 as the number 124."""
+    config = pruning(pattern="2:4", sparsity=None, scorer="wanda")
+    config.to_yaml(tmp_path / "r.yaml")
+    assert "pattern: '2:4'\n" in (tmp_path / "r.yaml").read_text()
+    assert PruningConfig.from_file(tmp_path / "r.yaml") == config
+    (tmp_path / "r.yaml").write_text('pattern: "2:4"\nscorer: wanda\n')
+    assert PruningConfig.from_file(tmp_path / "r.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("pattern", "scorer"), [("structured", "ntk"), ("layers", "block_influence"), ("unstructured", "sparsegpt")]
+)
 def test_the_recommended_scorer_is_written_by_name(pattern, scorer):
     for options in ({}, {"scorer": None}):
         config = pruning(pattern=pattern, **options)
@@ -324,14 +393,29 @@ def loosely(message: str) -> str:
             {"pattern": "2:4", "sparsity": 0.9},
             "sparsity=0.9 conflicts with pattern '2:4', which removes exactly 2 of .*; leave sparsity out.",
         ),
-        ({"pattern": "2:4", "sparsity": 0.5}, "pattern '2:4' is not available .*; available: 'structured', 'layers'."),
-        ({"pattern": "2:4", "sparsity": None}, "pattern '2:4' is not available .*; available: 'structured', 'layers'."),
-        ({"pattern": "unstructured"}, "pattern 'unstructured' is not available .*; available: 'structured', 'layers'."),
+        ({"pattern": "1:3", "sparsity": 0.33}, "sparsity=0.33 conflicts with pattern '1:3'"),
+        ({"pattern": "2:4", "sparsity": 0.0}, "sparsity=0.0 conflicts with pattern '2:4'"),
+        ({"pattern": "2:4", "sparsity": {"*.mlp": 0.5}}, "sparsity={'*.mlp': 0.5} conflicts with pattern '2:4'"),
+        ({"pattern": "unstructured", "sparsity": None}, "sparsity is required"),
+        ({"sparsity": {"*": 0.5}}, "Pattern 'structured' has one sparsity for all: a number, not a mapping."),
+        ({"pattern": "layers", "sparsity": {"*": 0.5}}, "Pattern 'layers' has one sparsity for all"),
+        (
+            {"pattern": "unstructured", "sparsity": {}},
+            "sparsity must be a fraction, or a non-empty mapping .*, got {}.",
+        ),
+        ({"pattern": "unstructured", "sparsity": {3: 0.5}}, "sparsity must be a fraction, or a non-empty mapping"),
+        ({"pattern": "unstructured", "sparsity": {"": 0.5}}, "sparsity must be a fraction, or a non-empty mapping"),
+        ({"pattern": "unstructured", "sparsity": {"a": 1.5}}, "sparsity['a'] must be in [0, 1), got 1.5."),
+        ({"pattern": "unstructured", "sparsity": {"a": 0.1, "b": None}}, "sparsity['b'] must be in [0, 1), got None."),
+        ({"pattern": "unstructured", "sparsity": [0.5]}, "sparsity must be in [0, 1), got [0.5]."),
         (
             {"pattern": "structurd"},
-            "Unknown pattern 'structurd'; supported: 'structured', 'layers'. Did you mean 'structured'?",
+            "Unknown pattern 'structurd'; supported: 'structured', 'layers', 'unstructured', 'n:m'. Did you mean "
+            "'structured'?",
         ),
-        ({"pattern": "2:4:8"}, "Unknown pattern '2:4:8'; supported: 'structured', 'layers'."),
+        ({"pattern": "2:4:8"}, "Unknown pattern '2:4:8'; supported: .* 'n:m'."),
+        ({"pattern": "n:m"}, "Unknown pattern 'n:m'; supported: .*"),
+        ({"pattern": "-2:4"}, "Unknown pattern '-2:4'; supported: .*"),
         ({"pattern": 124}, 'pattern must be a string (in YAML, quote it: "2:4"), got 124.'),
         ({"scorer": "magnitud"}, "Unknown scorer 'magnitud'; supported: .*. Did you mean 'magnitude'?"),
         ({"scorer": 3}, "Unknown scorer 3; supported: .*."),
@@ -381,8 +465,36 @@ def loosely(message: str) -> str:
         ),
         (
             {"pattern": "layers", "allocation": "uniform"},
-            "allocation='uniform' has no meaning with pattern 'layers': .* leave it out, or use 'global'.",
+            "allocation='uniform' has no meaning with pattern 'layers'; possible: 'auto', 'global'.",
         ),
+        (
+            {"pattern": "unstructured", "allocation": "uniform"},
+            "allocation='uniform' has no meaning with pattern 'unstructured'; possible: 'auto', 'row', 'matrix', .*",
+        ),
+        (
+            {"allocation": "row"},
+            "allocation='row' has no meaning with pattern 'structured'; possible: 'auto', 'uniform', ",
+        ),
+        (
+            {"pattern": "2:4", "sparsity": None, "allocation": "row"},
+            "allocation='row' has no meaning with pattern '2:4'; possible: 'auto'.",
+        ),
+        *(
+            (
+                {"pattern": "2:4", "sparsity": None} | changes,
+                f"{name}={value!r} has no meaning with pattern '2:4': {reason}",
+            )
+            for changes, reason in [
+                ({"units": ["kv_group"]}, "single weights go, not units; choose linears by include and exclude."),
+                ({"units": ["layer"]}, "single weights go"),
+                ({"gamma": 2.0}, "every linear loses the fraction that is asked of it."),
+                ({"round_to": 4}, "shapes stay as they are."),
+                ({"keep_first": 0}, "blocks stay; leave linears alone by exclude."),
+                ({"keep_last": 2}, "blocks stay"),
+            ]
+            for name, value in changes.items()
+        ),
+        ({"pattern": "unstructured", "units": ["mlp"]}, "units=['mlp'] has no meaning with pattern 'unstructured'"),
         ({"pattern": "layers", "allocation": "gamma"}, "allocation='gamma' has no meaning with pattern 'layers'"),
         (
             {"keep_first": 2},

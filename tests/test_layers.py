@@ -13,15 +13,23 @@ import optimum_prune
 PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
     {"errors", "checks", "registry", "config"},
-    {"allocation", "bounds", "adapters", "scorers"},
-    {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration"},
-    {"pipeline", "structured", "depth", "report", "measurements", "metrics", "latency", "evaluation"} | {"planning"},
+    {"allocation", "bounds", "masks", "solvers", "adapters", "scorers"},
+    {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"}
+    | {"sparsity", "callbacks", "semi_structured"},
+    {"pipeline", "structured", "depth", "masking", "report", "measurements", "metrics", "latency", "evaluation"}
+    | {"planning"},
     {"integrations"},
     {"pruner"},
     {"commands"},
 ]
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
-PURE = {"allocation", "bounds", "scorers"}  # functions of tensors: no modules, no hooks, no files, no output
+PURE = {
+    "allocation",
+    "bounds",
+    "masks",
+    "solvers",
+    "scorers",
+}  # functions of tensors: no modules, no hooks, no files, no output
 HEAVY = {
     "peft",
     "datasets",

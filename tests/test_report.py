@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimum_prune.report import WIDTH, PruningReport, is_hub_id
-from tests.reports import DATA, group, report
+from tests.reports import DATA, group, masked, report
 
 
 def test_numbers_come_from_the_groups():
@@ -103,6 +103,37 @@ took 1.2 s
 calibration: org/texts:small, 32 samples, 4,096 tokens
 warning: Few tokens."""
     )
+
+
+def test_the_table_of_zeros():
+    assert (
+        str(masked())
+        == """\
+2:4, wanda, row: asked 50.0%, achieved 52.1% of the targeted weights
+layer     weight
+model.layers
+0          56/128 ####......
+1          64/128 #####.....
+2          64/128 #####.....
+all       184/384 ####......
+asked     50.0%
+achieved  52.1%
+parameters 10,000 -> 10,000 (+0.0%)
+In dense storage, zeros are kept and multiplied like any other weight: alone, they make a model
+  neither smaller nor faster.
+took 1.2 s
+calibration: org/texts:small, 32 samples, 4,096 tokens"""
+    )
+    assert (masked().zeros, report().zeros) == (200, 0)
+
+
+def test_a_linear_of_zeros_is_neither_dropped_nor_skipped():
+    """One ranking of all weights may leave nothing of a linear, but the block still has it."""
+    groups = [replace(group, after=0, weights_after=0) for group in masked().groups]
+    assert masked(groups=groups).gone == {}
+    assert not {"dropped_layers", "skipped"} & masked(groups=groups).record().keys()
+    block = group("model.layers.1", 1, "layer", 1, 0, 50)
+    assert report(groups=[block]).record()["dropped_layers"] == {"model.layers": [1]}
 
 
 def test_a_layer_without_one_of_the_units_has_an_empty_cell():

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,6 +81,21 @@ class CalibrationData:
             if self.images is not None:
                 batch["pixel_values"] = torch.cat(self.images[rows])
             yield batch
+
+    def even_batches(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of samples of equal shape, so that nothing is padded; shapes in order of their first sample."""
+        alike: dict[object, list[int]] = {}
+        for i in range(len(self.samples)):
+            rows = [kind[i] for kind in (self.samples, self.targets, self.images) if kind is not None]
+            alike.setdefault(tuple(row.shape for row in rows), []).append(i)
+        for indices in alike.values():
+            part = replace(
+                self,
+                samples=[self.samples[i] for i in indices],
+                targets=self.targets and [self.targets[i] for i in indices],
+                images=self.images and [self.images[i] for i in indices],
+            )
+            yield from part.batches(batch_size, pad_token_id=0)
 
     def predicted(self, index: int) -> tuple[Tensor, Tensor]:
         """Say which positions of the model's output predict which tokens.

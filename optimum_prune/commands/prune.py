@@ -29,6 +29,12 @@ class RunCommand(BaseOptimumCLICommand):
         add = parser.add_argument
         add("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
         add("--evaluate", metavar="SOURCE", help="measure on this data; the same kinds as calibration's")
+        add(
+            "--storage",
+            choices=("dense", "packed"),
+            default="dense",
+            help="'packed' stores a zero as one bit, and loads with this package alone (default: dense)",
+        )
         add("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
         add_configs(parser)
 
@@ -77,7 +83,7 @@ def _run(args: argparse.Namespace) -> None:
             pruner.evaluate(args.evaluate, **_columns(config))
             print(pruner.comparison())
     finally:  # an evaluation that fails must not cost the pruned model
-        pruner.save_pretrained(args.output, layout=args.layout)
+        pruner.save_pretrained(args.output, layout=args.layout, storage=args.storage)
         print(f"Saved to {args.output}")
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
-from optimum_prune.report import PruningReport, describe_data, describe_gamma, is_hub_id, public
+from optimum_prune.report import WEIGHT, PruningReport, describe_data, describe_gamma, is_hub_id, public
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,12 @@ INHERITED = ("license", "license_name", "license_link", "language", "datasets")
 """Metadata of a base model's card that is as true of the pruned model."""
 TIMEOUT = 5.0
 """Seconds that the Hub is given to answer."""
+SPREAD = {
+    "row": "ranked inside of every row of a matrix",
+    "matrix": "ranked inside of every matrix",
+    "global": "one ranking of all targeted weights",
+}
+"""Allocation of zeros -> what it means."""
 
 
 def model_card(
@@ -31,6 +37,7 @@ def model_card(
     *,
     evaluations: Mapping[str, Evaluation],
     layout: str,
+    storage: str = "dense",
     architecture: str | None = None,
     reads_images: bool = False,
     file_bytes: int | None = None,
@@ -42,6 +49,7 @@ def model_card(
         report: of the run.
         evaluations: what was measured, by `"dense"` and `"pruned"`; sections without numbers are left out.
         layout: as which the checkpoint is written: `"stock"` or `"compact"`.
+        storage: how its weights are: `"dense"` or `"packed"`.
         architecture: class of the saved model, as which the card loads it; None for a causal language model.
         reads_images: whether a processor is saved along, not a tokenizer alone.
         file_bytes: size of the weight files.
@@ -51,7 +59,7 @@ def model_card(
     cuts = [*report.previous, report.record()]
     base_model = given.get("base_model") or cuts[0].get("base_model")
     scorer = report.config["scorer"]
-    name = f"{(base_model or report.model_type).split('/')[-1]}-{scorer}{100 * report.asked:.0f}"
+    name = f"{(base_model or report.model_type).split('/')[-1]}-{scorer}{_amount(report)}"
     dense, pruned = evaluations.get("dense"), evaluations.get("pruned")
     calibration = _dataset(report.calibration["source"])[0] if report.calibration else None
     metadata = {
@@ -76,12 +84,17 @@ def model_card(
         units=_unit_rows(report),
         gamma=report.gamma and describe_gamma(report.gamma),
         layers=_layer_rows(report),
+        zeros=WEIGHT in report.units,
+        n_of_m=report.config["pattern"].split(":") if ":" in report.config["pattern"] else None,
+        spread=SPREAD.get(report.allocation),
         calibration_data=report.calibration and describe_data(public(report.calibration)),
         in_memory=bool(report.calibration) and report.calibration["source"].startswith(IN_MEMORY),
         recipes=(recipes := _recipes(cuts)),
         commands=_commands(base_model or "path/to/the/dense/model", list(recipes)),
         reference=_reference(scorer),
         layout=layout,
+        packed=storage == "packed",
+        plugin=_plugin(layout, storage),
         model_class="AutoModelForCausalLM" if _is_causal(architecture) else architecture,
         reader="AutoProcessor" if reads_images else "AutoTokenizer",
         file_size=None if file_bytes is None else megabytes(file_bytes),
@@ -128,6 +141,12 @@ def _read_card(name: str) -> str:
     response = get_session().get(hf_hub_url(name, "README.md"), headers=build_hf_headers(), timeout=TIMEOUT)
     hf_raise_for_status(response)
     return response.text
+
+
+def _plugin(layout: str, storage: str) -> str:
+    """Say why loading needs this package; empty where it does not."""
+    reasons = {"compact": "its layers differ in size", "packed": "its weights are packed"}
+    return " and ".join(reason for kind, reason in reasons.items() if kind in (layout, storage)).capitalize()
 
 
 def _is_causal(architecture: str | None) -> bool:
@@ -202,13 +221,28 @@ def _measured_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[s
     return rows if dense else [(label, value) for label, _, value, _ in rows]
 
 
+def _amount(report: PruningReport) -> str:
+    """Return the end of a model's name: the percentage asked, or `-2:4`, which says it better."""
+    pattern = report.config["pattern"]
+    return f"-{pattern}" if ":" in pattern else f"{100 * report.asked:.0f}"
+
+
 def _layer_rows(report: PruningReport) -> list[list[str]]:
-    """Return a heading, and a row for every layer: its path, and how many units of each kind it kept."""
+    """Return a heading, and a row for every layer: its path, and how many units it kept, or how many are zero."""
+    if WEIGHT in report.units:
+        return [["layer", "zeros in the targeted weights"], *_zero_rows(report)]
     rows = [["layer", *report.units]]
     for (stack, layer), counts in report.per_layer.items():
         cells = [counts.get(unit) for unit in report.units]
         rows.append([f"{stack}.{layer}", *(f"{cell[0]} of {cell[1]}" if cell else "" for cell in cells)])
     return rows
+
+
+def _zero_rows(report: PruningReport) -> Iterator[list[str]]:
+    for (stack, layer), counts in report.per_layer.items():
+        after, before = counts[WEIGHT]
+        zeros = before - after
+        yield [f"{stack}.{layer}", f"{zeros:,} of {before:,} ({zeros / before:.1%})"]
 
 
 def _reference(scorer: str) -> str | None:

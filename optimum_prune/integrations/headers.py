@@ -10,6 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.errors import CheckpointError
+from optimum_prune.integrations.packing import shapes_unpacked
 
 END = "0"
 """Stands for the rest of a tensor's name."""
@@ -17,11 +18,16 @@ END = "0"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_model(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
+def check_model(model: PreTrainedModel, files: Iterable[str | Path], *, packed: bool = False) -> None:
     """Compare a skeleton, all but its head, with the files it is about to be loaded from.
 
     A head may be unused (`AutoModel`) or new (sequence classification), and transformers reports that itself. Anything
     else that would be newly initialised, or left in the file, is an error here.
+
+    Args:
+        model: the skeleton.
+        files: those that are not safetensors are not looked at.
+        packed: whether weights may be packed.
 
     Raises:
         CheckpointError: names the first tensor that differs.
@@ -39,6 +45,8 @@ def check_model(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
         return name if name in expected or name.startswith(blocks) else own + name.removeprefix(prefix)
 
     stored = {rename(name): shape for name, shape in stored_shapes(files).items()}
+    if packed:
+        stored = shapes_unpacked(stored, expected)
     if own == "" and "For" in type(model).__name__:
         # A new head of a class without a base model (T5ForQuestionAnswering): no tensor of that module is in the file.
         known = {name.partition(".")[0] for name in stored}
@@ -46,13 +54,14 @@ def check_model(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
     _compare(expected, {name: stored[name] for name in stored if name in expected or name.startswith(blocks)})
 
 
-def check_all(skeleton: PreTrainedModel, files: Iterable[str | Path]) -> None:
+def check_all(skeleton: PreTrainedModel, files: Iterable[str | Path], *, packed: bool = False) -> None:
     """Compare every tensor of a skeleton with the files just written for it.
 
     Raises:
         CheckpointError: names the first tensor that differs.
     """
-    _compare(expected_shapes(skeleton), stored_shapes(files))
+    expected, stored = expected_shapes(skeleton), stored_shapes(files)
+    _compare(expected, shapes_unpacked(stored, expected) if packed else stored)
 
 
 def expected_shapes(model: PreTrainedModel, prefix: str = "") -> Shapes:

@@ -1,18 +1,23 @@
 """Write a pruned model so that it loads again: `stock` where plain transformers can say the result, else `compact`."""
 
+import logging
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
-from optimum_prune.configs import block_method
+from optimum_prune.configs import METHOD, block, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
 from optimum_prune.integrations.directories import replacing
 from optimum_prune.integrations.headers import check_all
+from optimum_prune.integrations.packing import STORAGE, STORAGES, save_packed
 from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_stock
+
+logger = logging.getLogger(__name__)
 
 LAYOUTS = ("auto", "stock", "compact")
 CARD_MARK = "pruned with `optimum_prune`"
@@ -23,13 +28,23 @@ _STALE = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Written:
+    """How weights were written: `layout` is `"stock"` or `"compact"`, `storage` is `"dense"` or `"packed"`."""
+
+    layout: str
+    storage: str
+    weight_bytes: int
+
+
 def save_checkpoint(
     model: PreTrainedModel,
     directory: str | Path,
     *,
     layout: str = "auto",
+    storage: str = "dense",
     verify: bool = True,
-    companions: Callable[[Path, str, int], None] = lambda folder, layout, weight_bytes: None,
+    companions: Callable[[Path, Written], None] = lambda folder, written: None,
     **kwargs: Any,
 ) -> str:
     """Write a checkpoint, whole or not at all.
@@ -39,19 +54,23 @@ def save_checkpoint(
         directory: an old checkpoint there is replaced in one step; other files there stay.
         layout: `"auto"`, `"stock"` or `"compact"`. A result that the plain config can say is written as `stock` in any
             case but an explicit refusal: there is nothing that compact would add.
+        storage: `"dense"`, or `"packed"`: zeros take one bit each, and only this package reads it. Where nothing gets
+            smaller by that, it is dense all the same, with a warning.
         verify: compare what was written with the skeleton that its own config builds; a mismatch leaves nothing behind.
-        companions: writes what goes along (tokenizer, report, card), given folder, layout and bytes of weights.
+        companions: writes what goes along (tokenizer, report, card) into the folder.
         kwargs: for transformers' `save_pretrained`, e.g. `max_shard_size`.
 
     Returns:
         The layout written.
 
     Raises:
-        InvalidConfig: an unknown layout, or `stock` for what no plain config can say.
+        InvalidConfig: an unknown layout or storage, or `stock` for what no plain config can say.
         CheckpointError: it cannot be written there, or would not load again.
     """
     if layout not in LAYOUTS:
         raise InvalidConfig(unknown("layout", layout, LAYOUTS))
+    if storage not in STORAGES:
+        raise InvalidConfig(unknown("storage", storage, STORAGES))
     written = describe_(model)
     if record := getattr(model.config, "pruning_config", None):
         record["layout"] = written
@@ -62,11 +81,15 @@ def save_checkpoint(
         )
     with replacing(Path(directory), stale=_is_stale) as folder:
         try:
-            model.save_pretrained(folder, **kwargs)
-            weights = sorted(folder.glob("*.safetensors"))
+            if storage == "packed" and not save_packed(model, folder, written, **kwargs):
+                logger.warning("No linear has enough zeros to get smaller by packing, so the weights are saved dense.")
+                storage = "dense"
+            if storage == "dense":
+                model.save_pretrained(folder, **kwargs)
             if verify:
                 verify_checkpoint(type(model), folder)
-            companions(folder, written, sum(file.stat().st_size for file in weights))
+            weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            companions(folder, Written(written, storage, weight_bytes))
         except PruningError:
             raise
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -88,11 +111,11 @@ def verify_checkpoint(model_class: type[PreTrainedModel], folder: Path) -> None:
         CheckpointError: names the tensor that would not load.
     """
     config = AutoConfig.from_pretrained(folder)
-    method = block_method(config)
+    ours = block_method(config) == METHOD
     try:
         skeleton = build_skeleton(model_class, config)
     except Exception as error:  # whatever the class says, it is what a user would meet when loading
         raise CheckpointError(f"The config as written builds no {model_class.__name__}: {error}") from error
-    if method is not None:
+    if ours:
         resize_(skeleton)
-    check_all(skeleton, sorted(folder.glob("*.safetensors")))
+    check_all(skeleton, sorted(folder.glob("*.safetensors")), packed=ours and block(config).get(STORAGE) == "packed")

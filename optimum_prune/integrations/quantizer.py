@@ -1,4 +1,4 @@
-"""Hooks into transformers' loading: a compact checkpoint names the plugin, which shrinks the skeleton in time."""
+"""Hooks into transformers' loading: a checkpoint calls the plugin, which shrinks the skeleton and unpacks weights."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,12 +15,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from optimum_prune.configs import COMPACT, METHOD, PER_LAYER, forget_quantizer_
 from optimum_prune.errors import CheckpointError, InvalidConfig
+from optimum_prune.integrations import packing
 from optimum_prune.integrations.headers import check_model
+from optimum_prune.integrations.packing import STORAGE, STORAGES
 from optimum_prune.sizes import resize_
+
+LAYOUTS = ("compact", "stock")
+"""What the block may say; `"stock"` where the plugin is called for packed weights alone."""
 
 
 class CheckpointConfig(QuantizationConfigMixin):
-    """The `quantization_config` block of a compact checkpoint: calls the plugin; holds sizes of no other place."""
+    """The `quantization_config` block of a checkpoint: calls the plugin; holds sizes of no other place."""
 
     def __init__(self, **block: Any):
         super().__init__(METHOD)  # pyright: ignore[reportArgumentType]
@@ -50,17 +55,26 @@ class PruningQuantizer(HfQuantizer):
         self._check_version()
         resize_(model)
         if checkpoint_files:
-            check_model(model, checkpoint_files)
+            check_model(model, checkpoint_files, packed=self._is_packed)
         return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Tell transformers how to load packed weights."""
+        return [packing.converter()] if self._is_packed else []
+
+    @property
+    def _is_packed(self) -> bool:
+        return getattr(self.quantization_config, STORAGE, "dense") == "packed"
 
     def _check_version(self) -> None:
         block = self.quantization_config.to_dict()
-        if (block["version"], block["layout"]) != (COMPACT["version"], COMPACT["layout"]):
+        version, layout, storage = block["version"], block["layout"], block.get(STORAGE, "dense")
+        if version != COMPACT["version"] or layout not in LAYOUTS or storage not in STORAGES:
             raise CheckpointError(
-                f"The checkpoint has layout {block['layout']!r}, version {block['version']!r}; this optimum_prune "
-                f"reads layout {COMPACT['layout']!r}, version {COMPACT['version']}. Update it."
+                f"The checkpoint has layout {layout!r}, storage {storage!r}, version {version!r}; this optimum_prune "
+                f"reads layouts {LAYOUTS}, storages {STORAGES}, version {COMPACT['version']}. Update it."
             )
-        if unknown := sorted(block.keys() - {*COMPACT, PER_LAYER}):
+        if unknown := sorted(block.keys() - {*COMPACT, PER_LAYER, STORAGE}):
             warnings.warn(
                 f"Unknown keys {unknown} in the quantization_config of this checkpoint, perhaps of a newer "
                 "optimum_prune. They are kept and not used.",
@@ -69,10 +83,12 @@ class PruningQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         forget_quantizer_(model)
+        if self._is_packed:
+            packing.finish_(model)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Compact checkpoints are written by plain `save_pretrained`."""
+        """What was loaded is written by plain `save_pretrained`: compact, and dense."""
         return True
 
 

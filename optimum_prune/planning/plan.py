@@ -13,7 +13,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """One coupled group, or one layer of pattern `"layers"`.
+    """One coupled group, one layer of pattern `"layers"`, or one linear of which single weights go.
 
     Attributes:
         name: full module path, e.g. `model.layers.3.mlp`.
@@ -22,8 +22,9 @@ class PlannedGroup:
         site: path of the group in its block, e.g. `mlp`; empty for a whole block.
         unit: kind of unit.
         now: units that it has.
-        kept: units that it will keep.
-        reachable: counts that it can keep; of heads and MLP channels only those that `tensor_parallel` divides.
+        kept: units that it will keep; of weights, those that are not set to zero.
+        reachable: counts that it can keep; of heads and MLP channels only those that `tensor_parallel` divides. None
+            for weights, of which it can keep any number.
     """
 
     name: str
@@ -33,7 +34,7 @@ class PlannedGroup:
     unit: str
     now: int
     kept: Range
-    reachable: list[int]
+    reachable: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,11 @@ class Plan:
         config: `PruningConfig.to_dict()`.
         model_type: as in the model's config.
         dtype: of the model.
+        asked: fraction of the targeted weights that should go.
         allocation: the one used; never `"auto"`.
         gamma: path of a stack -> MLP sparsity over attention sparsity; None where the allocation has none.
         tensor_parallel: devices among which heads and MLP channels are to be divided.
-        groups: the targeted groups or layers.
+        groups: the targeted groups, layers or linears.
         totals: the same, by stack and kind of unit.
         before: `parameters`, `weight_bytes`, and bytes of keys and values per token, of the model as it is.
         after: the same of the pruned model.
@@ -81,6 +83,7 @@ class Plan:
     config: dict[str, Any]
     model_type: str
     dtype: str
+    asked: float
     allocation: str
     gamma: dict[str, float] | None
     tensor_parallel: int

@@ -10,14 +10,17 @@ from optimum_prune.binding import adapter_for, bind
 from optimum_prune.bounds import Range
 from optimum_prune.calibration.refusals import check_calibration
 from optimum_prune.config import PruningConfig
-from optimum_prune.depth import DepthTargets, generation_warnings
+from optimum_prune.depth import DepthTargets
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.masking import MaskTargets
 from optimum_prune.pipeline import FIND_TARGETS, REASONS, TOLERANCE, image_stack, load_scorer
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
 from optimum_prune.planning.table import percent
 from optimum_prune.planning.width import width_outlook
+from optimum_prune.planning.zeros import zeros_outlook
+from optimum_prune.structured import Targets
 
 NONE = Range(0, 0)
 
@@ -49,7 +52,7 @@ def make_plan(
         raise InvalidConfig(f"config must be a PruningConfig, got a {type(config).__name__}.")
     devices = checks.integer(1)("tensor_parallel", tensor_parallel)
     scorer = load_scorer(config)
-    targets = FIND_TARGETS[config.pattern](model, config, scorer)
+    targets = FIND_TARGETS[config.kind](model, config, scorer)
     if not skeleton:
         targets.check(model)
     if scorer.needs_data:
@@ -63,16 +66,18 @@ def make_plan(
             skeleton=skeleton,
         )
     if isinstance(targets, DepthTargets):
-        cut, outlook = [], depth_outlook(model, targets, config, scorer)
-        generation = []  # in the outlook, which knows how many blocks are left
+        outlook = depth_outlook(model, targets, config, scorer)
+    elif isinstance(targets, MaskTargets):
+        outlook = zeros_outlook(model, targets)
     else:
-        cut, outlook = targets.groups, width_outlook(model, targets, devices)
-        generation = generation_warnings(model)
+        outlook = width_outlook(model, targets, devices)
+    cut = targets.groups if isinstance(targets, Targets) else []
     before = model_costs(model)
     return Plan(
         config=config.to_dict(),
         model_type=adapter_for(model).model_type,
         dtype=str(model.dtype).removeprefix("torch."),
+        asked=targets.sparsity,
         allocation=targets.allocation,
         gamma=targets.gamma or None,
         tensor_parallel=devices,
@@ -84,9 +89,8 @@ def make_plan(
         },
         layout=outlook.layout,
         warnings=[
-            *_differences(outlook.totals, REASONS[config.pattern]),
+            *_differences(outlook.totals, REASONS[config.kind]),
             *outlook.warnings,
-            *generation,
             *_undivided(model, {group.name for group in cut}, devices),
         ],
     )

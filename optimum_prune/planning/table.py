@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from optimum_prune.bounds import Range
-from optimum_prune.report import WIDTH, align, describe_gamma
+from optimum_prune.report import WEIGHT, WIDTH, ZEROS, align, describe_gamma
 
 if TYPE_CHECKING:
     from optimum_prune.planning.plan import Plan, PlannedGroup
@@ -30,9 +30,9 @@ def table(plan: Plan) -> str:
     config = plan.config
     lines = [
         f"{plan.model_type}, {plan.dtype}: {config['pattern']}, {config['scorer']}, {plan.allocation}{gamma}, "
-        f"asked {config['sparsity']:.1%} of the targeted weights",
+        f"asked {plan.asked:.1%} of the targeted weights",
         "",
-        *align([("layers", "unit", "now", "will keep", "can keep"), *_group_rows(plan)]),
+        *align(_group_rows(plan)),
         "",
         *align([("", "", "units", "removed", "asked", "achieved"), *_total_rows(plan)]),
         "",
@@ -68,8 +68,9 @@ def percent(fractions: Iterable[float], sign: str = "") -> str:
 
 
 def _group_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row for all layers of a stack that are alike; the stack's name before its rows."""
-    rows: list[tuple[str, ...]] = []
+    """Return a heading, and a row for all layers of a stack that are alike; the stack's name before its rows."""
+    columns = 1 + len(_cells(plan.groups[0]))  # of weights nothing is said of what they can keep
+    rows: list[tuple[str, ...]] = [("layers", "unit", "now", "will keep", "can keep")[:columns]]
     for stack, groups in groupby(plan.groups, key=lambda group: group.stack):
         rows.append((stack,))
         alike: dict[tuple[str, ...], list[int]] = {}
@@ -86,7 +87,8 @@ def _layers(layers: Sequence[int]) -> str:
 
 def _cells(group: PlannedGroup) -> tuple[str, ...]:
     what = f"{group.unit} ({group.site})" if group.site else group.unit
-    return what, str(group.now), str(group.kept), compressed(group.reachable)
+    cells = what, f"{group.now:,}", str(group.kept)
+    return cells if group.reachable is None else (*cells, compressed(group.reachable))
 
 
 def _total_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -116,6 +118,8 @@ def _layout(plan: Plan) -> list[str]:
         alike.setdefault(compressed(counts), []).append(stack)
     for counts, stacks in alike.items():
         lines.append(f"layout 'stock' takes kv_groups: {counts} (as many in every layer of {' and '.join(stacks)})")
+    if plan.totals[0].unit == WEIGHT:
+        lines.append(ZEROS)
     if plan.tensor_parallel > 1 and plan.config["pattern"] == "structured":
         lines.append(f"can keep: only what tensor_parallel={plan.tensor_parallel} divides")
     return lines

@@ -5,6 +5,7 @@ import math
 from transformers import PreTrainedModel
 
 from optimum_prune.bounds import Range, kept_ranges, reachable
+from optimum_prune.depth import generation_warnings
 from optimum_prune.planning.costs import TARGETED, cost_of_units
 from optimum_prune.planning.layout import forecast
 from optimum_prune.planning.outlook import Outlook
@@ -21,7 +22,10 @@ def width_outlook(model: PreTrainedModel, targets: Targets, devices: int) -> Out
         totals=[_total(pool, costs[TARGETED]) for pool, costs in zip(targets.pools, removed, strict=True)],
         removed=removed,
         layout=forecast(model, targets.pools),
-        warnings=[warning for pool in targets.pools for warning in _warnings(pool, devices)],
+        warnings=[
+            *(warning for pool in targets.pools for warning in _warnings(pool, devices)),
+            *generation_warnings(model),
+        ],
     )
 
 

@@ -11,22 +11,27 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 """`(logits (B, T, V), mask (B, T) bool) -> ()`: summed over samples; only its gradient is used."""
 
 
+Solve = Callable[[Sequence[Tensor], Tensor, float, tuple[int, int] | None], tuple[list[Tensor], str | None]]
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What a scorer may look at besides the weight.
 
     Attributes:
         gradient: `(d_out, d_in) float32`, of the scorer's objective, accumulated (signed) over all samples.
+        norm: `(d_in,) float32`, root of the mean square of each input over all tokens.
         generator: seeded, for scorers that draw.
     """
 
     generator: torch.Generator
     gradient: Tensor | None = None
+    norm: Tensor | None = None
 
 
 def no_weights(weight: Tensor, statistics: Statistics) -> Tensor:
-    """Stand in for `Scorer.score` where a scorer ranks whole layers only; never called."""
-    raise NotImplementedError("This scorer ranks whole layers, not weights.")
+    """Stand in for `Scorer.score` where a scorer ranks whole layers, or solves for the weights; never called."""
+    raise NotImplementedError("This scorer has no scores of single weights.")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,11 @@ class Scorer:
         influence: `(before (T, d), after (T, d)) -> (T,) float32`: what a layer does to the residual stream at each
             token; the mean over all tokens is the score of the layer.
         draw: `Generator -> () float32`: the score of a layer for which no data is looked at.
+        inputs: what of a linear's input it looks at: its `"norm"`, or its second moments, the `"hessian"`.
+        solve: `(weights, hessian (d, d), sparsity, (n, m) or None) -> (pruned weights, what to note of it)`: for
+            scorers that change what they keep.
         comparable: across what scores may be ranked: one `"row"`, one `"matrix"`, or the whole `"model"`.
+        scope: across what single weights are ranked where nothing else is asked.
         allocation: what `allocation="auto"` means for this scorer.
         seq_len: recommended calibration length in tokens; None leaves it to the model.
     """
@@ -56,14 +65,17 @@ class Scorer:
     objective: Objective | None = None
     influence: Callable[[Tensor, Tensor], Tensor] | None = None
     draw: Callable[[torch.Generator], Tensor] | None = None
+    inputs: Literal["norm", "hessian"] | None = None
+    solve: Solve | None = None
     comparable: Literal["row", "matrix", "model"] = "model"
+    scope: Literal["row", "matrix"] = "matrix"
     allocation: Literal["uniform", "global", "gamma"] = "uniform"
     seq_len: int | None = None
 
     @property
     def needs_data(self) -> bool:
         """Whether calibration has to run."""
-        return self.objective is not None or self.influence is not None
+        return any(wanted is not None for wanted in (self.objective, self.influence, self.inputs))
 
 
 def unit_scores(writers: Sequence[Tensor], readers: Sequence[Tensor], num_units: int) -> Tensor:

@@ -20,6 +20,6 @@ SCORER = Scorer(
     name="random",
     score=score,
     draw=draw,
-    patterns=("structured", "layers"),
+    patterns=("structured", "layers", "unstructured", "n:m"),
     reference="uniform random scores, seeded",
 )

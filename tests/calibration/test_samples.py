@@ -1,6 +1,7 @@
 """What a model is fed, and what it should predict."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -129,3 +130,53 @@ def test_the_description_says_only_what_applies():
     assert extra == {"decoder": set(), "encoder-decoder": {"task"}, "image-text": {"task", "images"}}
     described = json.loads(json.dumps(illustrated().to_dict()))
     assert (described["task"], described["images"], described["tokens"]) == ("image-text", 4, 19 + 4 * PATCHES)
+
+
+class TestEvenBatches:
+    @staticmethod
+    def rows_of(batch):
+        """Tell the samples of a batch apart, with all that belongs to them."""
+        count = len(batch["input_ids"])
+        return [
+            tuple(str(t.view(count, -1, *t.shape[1:])[i].tolist()) for t in batch.values() if t.numel())
+            for i in range(count)
+        ]
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 8])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_sample_once_and_nothing_padded(self, kind, size):
+        _, make = KINDS[kind]
+        twice = make()
+        twice = replace(
+            twice,
+            samples=[*twice.samples, *(row.flip(0) for row in twice.samples)],
+            targets=twice.targets and [*twice.targets, *(row + 1 for row in twice.targets)],
+            images=twice.images and [*twice.images, *(pixels + 1 for pixels in twice.images)],
+        )
+        batches = list(twice.even_batches(size))
+        assert all(tensor.all() for batch in batches for name, tensor in batch.items() if "mask" in name)
+        assert all(len(batch["input_ids"]) <= size for batch in batches)
+        alone = [row for batch in twice.batches(1, pad_token_id=0) for row in self.rows_of(batch)]
+        assert sorted(row for batch in batches for row in self.rows_of(batch)) == sorted(alone)
+        assert len(batches) == {1: 6, 2: 3, 3: 3, 8: 3}[size]
+
+    def test_shapes_come_in_the_order_of_their_first_sample(self):
+        data = CalibrationData(rows(7, 3, 7, 3, 7), 7, "test")
+        lengths = [tuple(batch["input_ids"].shape) for batch in data.even_batches(2)]
+        assert lengths == [(2, 7), (1, 7), (2, 3)]
+
+    def test_answers_of_other_lengths_are_other_shapes(self):
+        data = CalibrationData(rows(4, 4, 4), 4, "test", targets=rows(2, 3, 2, seed=9), start=0)
+        batches = list(data.even_batches(4))
+        assert [tuple(batch["decoder_input_ids"].shape) for batch in batches] == [(2, 2), (1, 3)]
+        assert batches[0]["decoder_input_ids"][1].tolist() == [0, int(data.predicted(2)[1][0])]
+
+    def test_more_images_are_another_shape(self):
+        shapes = [tuple(batch["pixel_values"].shape) for batch in illustrated().even_batches(4)]
+        assert sorted(shapes) == [(1, 3, 16, 16), (1, 3, 16, 16), (2, 3, 16, 16)]
+
+    def test_the_data_itself_stays(self):
+        data = answered()
+        before = data.fingerprint
+        list(data.even_batches(2))
+        assert data.fingerprint == before and data == data

@@ -72,9 +72,51 @@ def test_dtype_and_recipe(cli, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        ("--pattern 2:4", "2:4, sparsegpt, row, asked 50.0%"),
+        ("--pattern 2:4 --scorer wanda", "2:4, wanda, row, asked 50.0%"),
+        ("--pattern unstructured --sparsity 0.3 --scorer admm", "unstructured, admm, row, asked 30.0%"),
+        (
+            "--pattern unstructured --sparsity 0.3 --scorer magnitude --allocation global",
+            "unstructured, magnitude, global, asked 30.0%",
+        ),
+    ],
+)
+def test_plans_zeros(arguments, first, cli):
+    code, shown, complaints = cli(*arguments.split(), "--layout", "stock")
+    assert (code, complaints) == (0, "")
+    assert shown.startswith(f"llama, float32: {first} of the targeted weights\n")
+    assert "alone, they make a model neither smaller nor faster." in " ".join(shown.split())
+
+
+def words(shown: str) -> list[str]:
+    """Return lines with single spaces."""
+    return [" ".join(line.split()) for line in shown.splitlines()]
+
+
+def test_fractions_of_modules_come_from_a_recipe(cli, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('pattern: unstructured\nscorer: wanda\nsparsity: {"*.mlp": 0.5, "*.self_attn.q_proj": 0.25}')
+    code, shown, _ = cli("--recipe", recipe)
+    assert code == 0 and "0..2 weight (mlp.up_proj) 1,536 768" in words(shown)
+    assert "q_proj" in shown and "k_proj" not in shown
+    _, shown, _ = cli("--recipe", recipe, "--sparsity", 0.25)
+    assert "0..2 weight (mlp.up_proj) 1,536 1,152" in words(shown) and "k_proj" in shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("", "sparsity is required: "),
+        ("--pattern unstructured", "sparsity is required: "),
+        ("--pattern 2:7 --scorer magnitude", "has 32 inputs, which do not fall into groups of 7."),
+        ("--pattern 2:4 --scorer ntk", "cannot choose for '2:4'; scorers that can: "),
+        ("--pattern 2:4 --allocation row", "allocation='row' has no meaning with pattern '2:4'"),
+        ("--pattern unstructured --sparsity 0.5 --allocation uniform", "possible: 'auto', 'row', 'matrix', 'global'."),
+        ("--pattern unstructured --sparsity 0.5 --scorer wanda --allocation global", "is not possible with wanda"),
+        ("--pattern unstructured --sparsity 0.01 --scorer wanda", "a sparsity of 0.01 removes none of "),
+        ("--pattern unstructured --sparsity 0.5 --units mlp_channel", "single weights go, not units"),
         ("--sparsity 0.01 --scorer magnitude --allocation uniform", "kv_group: 3 groups of 4 units, "),
         ("--sparsity 0.2 --exclude no_such_layer", "Unknown module pattern 'no_such_layer'"),
         ("--sparsity 0.2 --calibration-source no.txt", "Calibration source 'no.txt' does not exist."),

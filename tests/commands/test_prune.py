@@ -124,6 +124,10 @@ def test_command_is_installed_as_it_is_written():
             "pattern '0:4' is no n:m: n of every m consecutive weights are removed, ",
         ),
         ("--sparsity 0.9 --pattern 2:4", "sparsity=0.9 conflicts with pattern '2:4'"),
+        ("--sparsity {'*.mlp':0.5}", "argument --sparsity: invalid float value: "),
+        ("--scorer wanda --sparsity 0.2", "scorer 'wanda' ranks for pattern 'unstructured', 'n:m' and cannot choose "),
+        ("--pattern 2:4 --scorer wanda --sparsity 0.6", "leave sparsity out."),
+        ("--pattern 2:5 --scorer wanda", "has 32 inputs, which do not fall into groups of 5."),
         ("--sparsity 0.2 --scorer magnitud", "Unknown scorer 'magnitud'; supported: "),
         ("--sparsity 0.2 --scorer magnitud", "Did you mean 'magnitude'?"),
         ("--sparsity 0.2 --units mlp", "units=['mlp'] do not go with pattern 'structured', whose units are "),
@@ -316,6 +320,53 @@ def test_flags_override_the_recipe(merged):
 
 def test_recipe_may_leave_what_a_flag_gives(merged):
     assert merged({"scorer": "random"}, "--sparsity", 0.5) == PruningConfig(scorer="random", sparsity=0.5)
+
+
+# Zeros
+
+
+def zeros(folder: Path) -> dict[str, torch.Tensor]:
+    """Return where the linears of a saved model's blocks are zero, by name; plain transformers reads them."""
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return {name: weight == 0 for name, weight in state.items() if name.endswith("_proj.weight")}
+
+
+CALIBRATED = ("--calibration-source", "text.txt", "--calibration-seq-len", 16)
+
+
+@pytest.mark.parametrize("scorer", ["wanda", "sparsegpt", "admm", "magnitude"])
+def test_two_of_four(scorer, cli, dense, tmp_path):
+    given = ("--pattern", "2:4", "--scorer", scorer, *CALIBRATED)
+    code, shown, _ = cli("--model", dense, "--output", tmp_path / "out", *given)
+    assert code == 0 and shown.startswith(f"2:4, {scorer}, ") and "asked 50.0%, achieved 50.0%" in shown
+    for name, zero in zeros(tmp_path / "out").items():
+        assert (zero.unflatten(1, (-1, 4)).sum(dim=-1) == 2).all(), name
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"-{scorer}-2:4\n" in card and "size ratio" in card
+
+
+@pytest.mark.parametrize(("allocation", "scorer"), [("row", "wanda"), ("matrix", "wanda"), ("global", "magnitude")])
+def test_unstructured(allocation, scorer, cli, dense, tmp_path):
+    given = ("--pattern", "unstructured", "--sparsity", 0.5, "--scorer", scorer, "--allocation", allocation)
+    code, shown, _ = cli("--model", dense, "--output", tmp_path / "out", *given, *CALIBRATED)
+    assert code == 0 and shown.startswith(f"unstructured, {scorer}, {allocation}: asked 50.0%, achieved 50.0%")
+    found = zeros(tmp_path / "out").values()
+    equal = {
+        "row": all((zero.sum(dim=1) == zero.shape[1] // 2).all() for zero in found),
+        "matrix": all(zero.sum() == zero.numel() // 2 for zero in found),
+        "global": sum(int(zero.sum()) for zero in found) == sum(zero.numel() for zero in found) // 2,
+    }
+    order = list(equal)
+    assert list(equal.values()) == [order.index(scope) >= order.index(allocation) for scope in order]
+
+
+def test_fractions_of_modules(cli, dense, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('pattern: unstructured\nscorer: magnitude\nsparsity: {"*.mlp": 0.5, "*.1.self_attn": 0.25}')
+    assert cli("--model", dense, "--output", tmp_path / "out", "--recipe", recipe)[0] == 0
+    fractions = {name: zero.float().mean().item() for name, zero in zeros(tmp_path / "out").items()}
+    for name, fraction in fractions.items():
+        assert fraction == (0.5 if ".mlp." in name else 0.25 if ".1." in name else 0)
 
 
 # The whole way

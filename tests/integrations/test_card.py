@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from optimum_prune.integrations import card as card_module
 from optimum_prune.integrations.card import inherited_metadata, model_card
-from tests.reports import DATA, DENSE, PRUNED, report
+from tests.reports import DATA, DENSE, PRUNED, masked, report
 
 BOTH = {"dense": DENSE, "pruned": PRUNED}
 
@@ -82,6 +82,57 @@ def test_body():
     assert f"`{DATA['fingerprint']}`" in text
     assert "Versions: optimum_prune 0.1.0, torch 2.13.0." in text
     assert report().fingerprint in text
+
+
+def test_body_of_zeros():
+    evaluations = {"dense": DENSE, "pruned": replace(DENSE, perplexity=20.0, kl=0.3, decode_ms_per_token=9.5)}
+    card = model_card(masked(), evaluations=evaluations, layout="stock", file_bytes=40_000_000)
+    text = " ".join(card.text.split())
+    assert card.text.strip().startswith("# dense-wanda-2:4\n")
+    assert (
+        "of 10,000 parameters, 10,000 are left (40.0 MB of weight files). Of the targeted weights, 200 are zero, and "
+        "stored like any other." in text
+    )
+    asked = " ".join(sections(card)["What was asked, what was achieved"].split())
+    assert asked.startswith(
+        "Pattern `2:4` (2 zeros in every 4 consecutive weights of a row), scorer `wanda`. Fractions are those of the "
+        "targeted weights that were set to zero. A `weight` is one number in the matrix of a linear layer;"
+    )
+    assert "| `weight` | 50.0% | 52.1% | 184 of 384 |" in card.text
+    assert "| model.layers.0 | 72 of 128 (56.2%) |" in card.text
+    assert "| weights | 40.0 MB | 40.0 MB | 1.00x |" in card.text
+    assert "Plain transformers, nothing else:" in card.text
+    assert "allocation" not in card.text.partition("## How to reproduce")[0]
+    assert {"2:4", "wanda", "pruned"} <= {*card.data["tags"]}
+
+
+@pytest.mark.parametrize("measured", [{}, {"pruned": DENSE}, {"pruned": replace(DENSE, prefill_ms=None)}])
+def test_zeros_promise_nothing(measured):
+    """CASES.md 16: a size ratio of 1.00, what was measured, and no word of speed beside."""
+    limits = {
+        pattern: " ".join(sections(model_card(run, evaluations=measured, layout="stock"))["Limits"].split())
+        for pattern in ("2:4", "4:8", "unstructured", "structured")
+        for run in [masked(pattern) if pattern != "structured" else report()]
+    }
+    for pattern, text in limits.items():
+        dense = "they make the files no smaller (size ratio 1.00), and the model no faster." in text
+        assert dense == (pattern != "structured")
+        assert ("NVIDIA" in text and "has to be measured there" in text) == (pattern == "2:4")
+        assert "Fewer parameters" not in text or pattern == "structured"
+
+
+@pytest.mark.parametrize(
+    ("allocation", "words"),
+    [
+        ("row", "(ranked inside of every row of a matrix)"),
+        ("matrix", "(ranked inside of every matrix)"),
+        ("global", "(one ranking of all targeted weights)"),
+    ],
+)
+def test_how_zeros_were_spread(allocation, words):
+    card = model_card(masked("unstructured", allocation=allocation), evaluations={}, layout="stock")
+    assert f"`unstructured`, scorer `wanda`, allocation `{allocation}` {words}. Fractions" in card.text
+    assert card.text.strip().startswith("# dense-wanda50\n")
 
 
 def test_tables_have_as_many_cells_in_every_row():
@@ -190,21 +241,22 @@ def test_how_to_reproduce():
     size=st.sampled_from([None, 1_000_000]),
     layers=st.sampled_from([1, 13]),
     cuts=st.sampled_from([1, 2, 3]),
+    pattern=st.sampled_from(["structured", "unstructured", "2:4"]),
     architecture=st.sampled_from([None, "LlamaModel"]),
 )
 def test_whatever_is_missing_leaves_no_hole(
-    evaluations, calibration, gamma, base, warnings, layout, size, layers, cuts, architecture
+    evaluations, calibration, gamma, base, warnings, layout, size, layers, cuts, pattern, architecture
 ):
     before = report(calibration=calibration, base_model=base[0], base_revision=base[1]).record()
-    run = report(
-        layers=layers,
-        calibration=calibration,
-        gamma=gamma,
-        base_model=base[0],
-        base_revision=base[1],
-        warnings=warnings,
-        previous=[before] * (cuts - 1),
-    )
+    changes = {
+        "calibration": calibration,
+        "base_model": base[0],
+        "base_revision": base[1],
+        "warnings": warnings,
+        "previous": [before] * (cuts - 1),
+    }
+    structured = pattern == "structured"
+    run = report(layers=layers, gamma=gamma, **changes) if structured else masked(pattern, **changes)
     card = model_card(run, evaluations=evaluations, layout=layout, architecture=architecture, file_bytes=size)
     again = ModelCard(str(card))
     assert str(again) == str(card)

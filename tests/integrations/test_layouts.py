@@ -445,16 +445,16 @@ def test_whatever_saving_raises_is_ours(error, tmp_path, monkeypatch):
 def test_companions_are_part_of_the_whole(tmp_path):
     seen = []
 
-    def write(folder, layout, weight_bytes):
-        seen.append((layout, weight_bytes))
+    def write(folder, written):
+        seen.append((written.layout, written.storage, written.weight_bytes))
         (folder / "README.md").write_text("card")
 
     save_checkpoint(unevenly(llama()), tmp_path / "it", companions=write, max_shard_size="6KB")
     shards = list((tmp_path / "it").glob("*.safetensors"))
-    assert seen == [("compact", sum(shard.stat().st_size for shard in shards))]
+    assert seen == [("compact", "dense", sum(shard.stat().st_size for shard in shards))]
     assert (tmp_path / "it" / "README.md").read_text() == "card"
 
-    def fail(folder, layout, weight_bytes):
+    def fail(folder, written):
         raise OSError(errno.EACCES, "Permission denied")
 
     before = contents(tmp_path / "it")

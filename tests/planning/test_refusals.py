@@ -64,6 +64,13 @@ def data(source=None, **options):
 
 VISION = {"stacks": ["vision"], "round_to": 1}
 IMAGES = Dataset.from_dict({"image": [Image.new("RGB", (16, 16))] * 2, "text": ["w3 w4", "w5"]})
+
+
+def zeros(pattern="unstructured", **options):
+    sparsity = {"sparsity": None} if ":" in pattern else {}
+    return {"pattern": pattern} | sparsity | options
+
+
 REFUSED = [
     # what shapes cannot give
     (llama, None, {"sparsity": 0.01, "allocation": "uniform"}),
@@ -80,6 +87,20 @@ REFUSED = [
     (llama, None, {"pattern": "layers", "sparsity": 0.9}),
     (llama, None, {"pattern": "layers", "scorer": "magnitude"}),
     (t5, None, {"pattern": "layers", "units": ["attention"]}),
+    (llama, None, zeros("2:7")),
+    (llama, None, zeros("3:64", include=["*.1.mlp"])),
+    (llama, None, zeros(sparsity=0.01, allocation="row")),
+    (llama, None, zeros(sparsity=1e-4)),
+    (llama, None, zeros(exclude=["no_such_layer"])),
+    (llama, None, zeros(include=["lm_head"])),
+    (llama, None, zeros(exclude=["*"])),
+    (llama, None, zeros(stacks=["vision"])),
+    (llama, None, zeros(sparsity={"no_such_layer": 0.5})),
+    (llama, None, zeros(sparsity={"*.mlp": 0.5}, allocation="global")),
+    (llama, None, zeros(sparsity={"*.mlp": 0.5, "*.1.*": 0.2})),
+    (llama, None, zeros(scorer="ntk")),
+    (llama, None, zeros(scorer="wanda", allocation="global")),
+    (llama, None, zeros(scorer="admm", allocation="matrix")),
     # what the weights or modules are
     (llama, nan_weight, {}),
     (llama, on_meta, {}),
@@ -88,6 +109,11 @@ REFUSED = [
     (llama, renamed, {}),
     (llama, wrapped, {}),
     (llama, adapted, {}),
+    (llama, nan_weight, zeros("2:4")),
+    (llama, on_meta, zeros()),
+    (llama, shared, zeros()),
+    (llama, quantised, zeros("2:4")),
+    (llama, wrapped, zeros()),
     # calibration
     (llama, None, data(seq_len=65)),
     (llama, None, data("no.txt")),
@@ -95,6 +121,10 @@ REFUSED = [
     (llama, None, data(["w3 w4"])),  # no tokenizer
     (llama, None, data(["w3 w4"], target_column="answer")),
     (qwen2, None, data(["w3 w4"], image_column="image")),
+    (llama, None, data(seq_len=65) | zeros("2:4", scorer="wanda")),
+    (llama, None, data("no.txt") | zeros(scorer="sparsegpt")),
+    (llama, None, data(["w3 w4"]) | zeros(scorer="admm")),
+    (t5, None, data("self") | zeros(scorer="wanda")),
     (t5, None, data("self")),
     (t5, None, data(["w3 w4"])),
     (t5, None, data([[4, 5, 6]])),  # no sentinels for span corruption

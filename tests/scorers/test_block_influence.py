@@ -24,12 +24,12 @@ def test_facts():
     assert registry.load("scorers", "block_influence") is SCORER
     assert SCORER.patterns == ("layers",) and SCORER.needs_data and SCORER.seq_len is None
     assert "2403.03853" in SCORER.reference and "2406.15786" in SCORER.reference
-    with pytest.raises(NotImplementedError, match="ranks whole layers, not weights"):
+    with pytest.raises(NotImplementedError, match="no scores of single weights"):
         SCORER.score(torch.ones(2, 2), None)  # pyright: ignore[reportArgumentType]
 
 
-def test_random_is_for_both_patterns():
+def test_random_is_for_every_pattern():
     scorer = registry.load("scorers", "random")
-    assert scorer.patterns == ("structured", "layers") and not scorer.needs_data
+    assert scorer.patterns == ("structured", "layers", "unstructured", "n:m") and not scorer.needs_data
     draws = [scorer.draw(torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
