@@ -10,7 +10,7 @@ def main(model, output, calibration, evaluation):
     """Prune and save; the data sets have columns `image` and `text`."""
     config = PruningConfig(
         scorer="ntk",
-        sparsity=0.2,
+        sparsity=0.3,
         calibration=CalibrationConfig(calibration, num_samples=32),
     )
     pruner = Pruner.from_pretrained(model)
@@ -22,4 +22,4 @@ def main(model, output, calibration, evaluation):
 
 
 if __name__ == "__main__":
-    main("llava-hf/llava-1.5-7b-hf", "llava-ntk20", "my_captions.parquet", "my_held_out_captions.parquet")
+    main("llava-hf/llava-1.5-7b-hf", "llava-ntk30", "my_captions.parquet", "my_held_out_captions.parquet")

@@ -309,6 +309,12 @@ class PruningConfig(_Config):
         return "n:m" if ":" in self.pattern else self.pattern
 
     @property
+    def fraction(self) -> float:
+        """The sparsity as one number, for patterns that have no mapping."""
+        assert isinstance(self.sparsity, float), "only 'unstructured' takes a mapping, and n:m none"
+        return self.sparsity
+
+    @property
     def n_of_m(self) -> tuple[int, int] | None:
         """N and m, where that is the pattern."""
         if self.kind != "n:m":

@@ -183,13 +183,13 @@ def find_depth_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sc
     for (i, unit), members in layers.items():
         if targeted := [layer for layer in members if _is_targeted(layer, config)]:
             remove = _number_to_remove(chosen[i], unit, targeted, len(members), config)
-            pools.append(DepthPool(chosen[i], unit, targeted, float(config.sparsity or 0.0), remove))
+            pools.append(DepthPool(chosen[i], unit, targeted, config.fraction, remove))
     if not pools:
         raise InvalidConfig(
             f"Nothing is left to prune: stacks={config.stacks}, units={config.units}, include={config.include}, "
             f"exclude={config.exclude} leave none of {sum(map(len, layers.values()))} layers."
         )
-    return DepthTargets(pools, allocation="global", gamma={}, sparsity=float(config.sparsity or 0.0))
+    return DepthTargets(pools, allocation="global", gamma={}, sparsity=config.fraction)
 
 
 def generation_warnings(model: PreTrainedModel) -> list[str]:
@@ -250,7 +250,7 @@ def _number_to_remove(
     found: BoundStack, unit: str, targeted: Sequence[Layer], present: int, config: PruningConfig
 ) -> int:
     """Return the nearest number of layers, or refuse what is none or too many."""
-    count, sparsity = len(targeted), float(config.sparsity or 0.0)
+    count, sparsity = len(targeted), config.fraction
     remove = math.floor(sparsity * count + 0.5 + 1e-9)  # half up; 0.29 * 100 is 28.999999999999996
     most = min(sum(not layer.stays for layer in targeted), present - 1)
     what = f"{unit}: {count} targeted in {found.path}"

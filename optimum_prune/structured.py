@@ -174,7 +174,7 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
             gamma[path] = ratio
         plan = budgets(
             sizes,
-            float(config.sparsity or 0.0),
+            config.fraction,
             allocation,
             gamma=gamma.get(path, 1.0),
             round_to=config.round_to,
@@ -185,7 +185,7 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
             pools[-1].check()
     if config.gamma != "auto" and not gamma:
         raise InvalidConfig(f"gamma={config.gamma} couples MLP and attention, but only one of them is targeted.")
-    return Targets(groups, pools, allocation, gamma, float(config.sparsity or 0.0))
+    return Targets(groups, pools, allocation, gamma, config.fraction)
 
 
 def _allocation(config: PruningConfig, scorer: Scorer) -> str:

@@ -73,7 +73,7 @@ def inputs(name, pruner):
     """Return what one forward takes: a text, with an answer begun or a picture."""
     if name == "llava":
         row = lab.evaluation(name)[0]
-        return dict(pruner.processor(images=row["image"], text=f"<image>\n{row['text']}", return_tensors="pt"))
+        return dict(pruner.processor(images=row["image"], text=row["text"], return_tensors="pt"))
     ids = pruner.tokenizer(lab.evaluation(name)[0][:200], return_tensors="pt").input_ids
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return given | ({"decoder_input_ids": ids[:, :6].clone()} if name == "t5" else {})

@@ -226,7 +226,7 @@ def test_a_gpu_is_waited_for_on_both_sides_of_the_clock(clock, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(clock.now))
     prompt: Any = SimpleNamespace(to=lambda device: torch.ones(1, 2, dtype=torch.int64))
     model: Any = FakeModel("a", clock, [], 1, 1).eval()
-    model.device = torch.device("cuda")
+    monkeypatch.setattr(latency, "input_device", lambda model: torch.device("cuda"))
     with evaluating(model), torch.no_grad():
         assert latency._milliseconds(model, prompt, 3) == 3000
     assert waits == [0, 3]

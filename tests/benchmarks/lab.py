@@ -8,13 +8,12 @@ from tests import lab
 SCORERS = {"ntk": 1, "magnitude": 1, "random": 3}
 """Scorer -> over how many seeds its loss is averaged."""
 EVALUATION = {"num_samples": 64, "latency": False}
-CALIBRATION = {"num_samples": 32, "seq_len": 128}
 
 
 def run(sparsities: tuple[float, ...] = (0.2, 0.4)) -> None:
     """Print one table."""
     print(
-        "Held-out loss in nats per token (LLaVA: and captions all right); attention + MLP, allocation gamma for all\n"
+        "Held-out loss in nats per token (LLaVA: and captions all right); attention + MLP, allocation global for all\n"
     )
     print(f"| model | dense | asked | {' | '.join(SCORERS)} |\n|---|---|---|{'---|' * len(SCORERS)}")
     for name in lab.NAMES:
@@ -28,9 +27,9 @@ def run(sparsities: tuple[float, ...] = (0.2, 0.4)) -> None:
 
 def _pruned(name: str, scorer: str, sparsity: float, seed: int) -> tuple[float, float | None]:
     pruner = Pruner.from_pretrained(lab.folder(name))
-    calibration = CalibrationConfig(lab.calibration(name), **CALIBRATION)
+    calibration = CalibrationConfig(lab.calibration(name), num_samples=32, seq_len=128)
     pruner.prune(
-        PruningConfig(scorer=scorer, sparsity=sparsity, allocation="gamma", seed=seed, calibration=calibration)
+        PruningConfig(scorer=scorer, sparsity=sparsity, allocation="global", seed=seed, calibration=calibration)
     )
     return _told(pruner, name)
 

@@ -9,8 +9,11 @@ import time
 
 import torch
 from datasets import Dataset
-from llmcompressor import oneshot
-from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+from llmcompressor import oneshot  # pyright: ignore[reportMissingImports]
+from llmcompressor.modifiers.pruning import (  # pyright: ignore[reportMissingImports]
+    SparseGPTModifier,
+    WandaPruningModifier,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
