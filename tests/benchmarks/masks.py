@@ -53,6 +53,7 @@ def run(patterns: tuple[str, ...] = ("unstructured", "2:4")) -> None:
             script = ["-m", "tests.benchmarks.masks"] if by == "ours" else [str(PEER)]
             figures = _measured([python, *script, str(dense), str(tokens), str(folder), method, pattern])
             pruned = Pruner.from_pretrained(folder)
+            pruned.tokenizer = pruner.tokenizer  # which a peer does not save along
             linears = [w for n, w in pruned.model.named_parameters() if "proj" in n]
             zeros = sum(int((w == 0).sum()) for w in linears) / sum(w.numel() for w in linears)
             perplexity = pruned.evaluate(evaluation, **windows).perplexity
