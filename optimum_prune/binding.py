@@ -194,16 +194,14 @@ def select(
     for unit in units or ():
         if unit not in available:
             raise InvalidConfig(unknown("unit", unit, available))
-    for pattern in (*(include or ()), *(exclude or ())):
-        if not any(_matches(group, pattern) for group in bound):
-            raise InvalidConfig(unknown("module pattern", pattern, _example_names(bound)))
+    linears = [name for group in bound for name in group.linear_names]
+    check_patterns([*(include or ()), *(exclude or ())], linears, _example_names(bound))
     selected = [
         group
         for group in bound
         if (group.declared.default if names is None else group.declared.name in names)
         and (units is None or group.unit in units)
-        and (include is None or any(_matches(group, pattern) for pattern in include))
-        and not any(_matches(group, pattern) for pattern in exclude or ())
+        and is_targeted(group.linear_names, include, exclude)
     ]
     if not selected:
         raise InvalidConfig(
@@ -217,6 +215,19 @@ def select(
 def matches(name: str, pattern: str) -> bool:
     """Tell whether a pattern (shell style) matches a module, or any module that contains it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def is_targeted(names: Sequence[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
+    """Tell whether patterns choose what goes by any of these module paths; without `include`, all is chosen."""
+    included = include is None or any(matches(name, pattern) for pattern in include for name in names)
+    return included and not any(matches(name, pattern) for pattern in exclude or () for name in names)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str], examples: Sequence[str]) -> None:
+    """Refuse a pattern that matches none of the module paths; `examples` are shown to choose from."""
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise InvalidConfig(unknown("module pattern", pattern, examples))
 
 
 def check_names(names: Sequence[str] | None, declared: Sequence[Stack]) -> None:
@@ -324,10 +335,6 @@ def _describe(module: nn.Module) -> str:
     if not isinstance(weight, torch.Tensor):
         return kind
     return f"{kind} (weight: {type(weight).__name__}, {weight.dtype})"
-
-
-def _matches(group: BoundGroup, pattern: str) -> bool:
-    return any(matches(name, pattern) for name in group.linear_names)
 
 
 def _example_names(bound: Sequence[BoundGroup]) -> list[str]:

@@ -2,23 +2,33 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from optimum_prune.binding import BoundStack, adapter_for, bind, check_names, check_prunable, matches, stacks
+from optimum_prune.binding import (
+    BoundStack,
+    adapter_for,
+    bind,
+    check_names,
+    check_patterns,
+    check_prunable,
+    is_targeted,
+    stacks,
+)
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.influence import mean_influence
 from optimum_prune.config import PruningConfig
 from optimum_prune.configs import layer_types, stack_config
-from optimum_prune.errors import InvalidConfig, unknown
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.ranked import RankedTargets
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.sizes import describe_
 from optimum_prune.skipping import leaders, skipped, why_not_skip
-from optimum_prune.surgery import cutting, drop_, skip_
+from optimum_prune.surgery import drop_, skip_
 
 BLOCK = "layer"
 """The unit that is a whole block; the others are sub-layers."""
@@ -64,6 +74,11 @@ class DepthPool:
     sparsity: float
     remove: int
 
+    @property
+    def stack(self) -> str:
+        """Path of the stack."""
+        return self.found.path
+
     def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Choose what is kept, by name: `[0]` for a layer that stays, `[]` for one that goes. Ties go by position."""
         ranked = sorted(
@@ -98,22 +113,10 @@ class DepthPool:
 
 
 @dataclass(frozen=True)
-class DepthTargets:
-    """What a config targets in a model, and how much of it goes.
-
-    Attributes:
-        pools: by stack and kind of layer.
-        allocation: always one ranking over all layers of a pool.
-        gamma: always empty.
-        sparsity: fraction asked.
-        notes: for the report.
-    """
+class DepthTargets(RankedTargets):
+    """Blocks and sub-layers that a config targets: one ranking over all layers of a pool; see `RankedTargets`."""
 
     pools: list[DepthPool]
-    allocation: str
-    gamma: dict[str, float]
-    sparsity: float
-    notes: list[str] = field(default_factory=list)
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse weights that cannot be pruned, before anything is touched."""
@@ -136,31 +139,11 @@ class DepthTargets:
         influence = mean_influence(model, found.values(), batches, scorer.influence)
         return {name: torch.tensor(influence[name], dtype=torch.float32, device="cpu") for name in names}
 
-    def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Choose what is kept, by name; see `DepthPool.choose`."""
-        return {name: keep for pool in self.pools for name, keep in pool.choose(scores).items()}
-
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Drop and skip, and make the config truthful."""
         reports = [report for pool in self.pools for report in pool.cut_(model, kept)]
         describe_(model)
         return reports
-
-    def prune_(
-        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
-    ) -> list[GroupReport]:
-        """Score, choose and cut."""
-        kept = self.choose(self.score(model, scorer, data, config))
-        with cutting():
-            return self.cut_(model, kept)
-
-    @property
-    def asked(self) -> dict[str, dict[str, float]]:
-        """Path of a stack -> kind of layer -> fraction of its layers that should go."""
-        asked: dict[str, dict[str, float]] = {}
-        for pool in self.pools:
-            asked.setdefault(pool.found.path, {})[pool.unit] = pool.sparsity
-        return asked
 
 
 def find_depth_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) -> DepthTargets:
@@ -178,10 +161,11 @@ def find_depth_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sc
     layers = {
         (i, unit): _layers(model, f, unit, config) for i, f in enumerate(chosen) for unit in config.units or [BLOCK]
     }
-    _check_patterns(config, [layer for members in layers.values() for layer in members])
+    names = [layer.name for members in layers.values() for layer in members]
+    check_patterns([*(config.include or ()), *(config.exclude or ())], names, list(dict.fromkeys(names)))
     pools = []
     for (i, unit), members in layers.items():
-        if targeted := [layer for layer in members if _is_targeted(layer, config)]:
+        if targeted := [layer for layer in members if is_targeted([layer.name], config.include, config.exclude)]:
             remove = _number_to_remove(chosen[i], unit, targeted, len(members), config)
             pools.append(DepthPool(chosen[i], unit, targeted, config.fraction, remove))
     if not pools:
@@ -232,18 +216,6 @@ def _layers(model: PreTrainedModel, found: BoundStack, unit: str, config: Prunin
             stays = stays or why_not_skip(stack, kinds, i, unit) is not None
             layers.append(Layer(f"{found.path}.{i}.{path}", i, block.get_submodule(path), stays))
     return layers
-
-
-def _check_patterns(config: PruningConfig, layers: Sequence[Layer]) -> None:
-    names = [layer.name for layer in layers]
-    for pattern in (*(config.include or ()), *(config.exclude or ())):
-        if not any(matches(name, pattern) for name in names):
-            raise InvalidConfig(unknown("module pattern", pattern, list(dict.fromkeys(names))))
-
-
-def _is_targeted(layer: Layer, config: PruningConfig) -> bool:
-    included = config.include is None or any(matches(layer.name, pattern) for pattern in config.include)
-    return included and not any(matches(layer.name, pattern) for pattern in config.exclude or ())
 
 
 def _number_to_remove(

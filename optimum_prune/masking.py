@@ -1,19 +1,19 @@
 """Zeros in weights, unstructured and n:m: how many each linear loses, before a score exists; then which."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from optimum_prune.binding import BoundGroup, bind, check_prunable, matches, select
+from optimum_prune.binding import BoundGroup, bind, check_patterns, check_prunable, is_targeted, matches, select
 from optimum_prune.calibration.data import CalibrationData
+from optimum_prune.calibration.devices import moved
 from optimum_prune.calibration.moments import second_moment
 from optimum_prune.config import PruningConfig
-from optimum_prune.errors import CalibrationError, InvalidConfig, unknown
+from optimum_prune.errors import CalibrationError, InvalidConfig
 from optimum_prune.layerwise import trace, walk
 from optimum_prune.masks import global_masks, matrix_mask, n_of_m_mask, removed_of, row_mask
 from optimum_prune.modes import frozen
@@ -107,14 +107,14 @@ class MaskTargets:
     def _by_inputs_(self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData, batch_size: int) -> None:
         targets = {target.name: target for target in self.targets if target.sparsity > 0}
         linears = {name: target.linear for name, target in targets.items()}
-        (one,) = _on(model, islice(data.even_batches(1), 1))
+        one = moved(next(data.even_batches(1)), model)
         with frozen(model):
             groups = trace(model, linears, one)
             if never := linears.keys() - {name for group in groups for name in group}:
                 raise CalibrationError(
                     f"No calibration sample passes through {min(never)}. A vision tower needs samples with images."
                 )
-            batches = _on(model, data.even_batches(batch_size))
+            batches = [moved(batch, model) for batch in data.even_batches(batch_size)]
             with cutting():
                 walk(model, linears, batches, groups, partial(self._step_, targets, scorer))
 
@@ -157,15 +157,13 @@ def find_mask_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sco
     groups = select(bind(model), names=config.stacks)
     names = [name for group in groups for name in group.linear_names]
     shares = _shares(config)
-    for pattern in (*(config.include or ()), *(config.exclude or ()), *shares):
-        if not any(matches(name, pattern) for name in names):
-            raise InvalidConfig(unknown("module pattern", pattern, _example_names(groups)))
+    check_patterns([*(config.include or ()), *(config.exclude or ()), *shares], names, _example_names(groups))
     n_of_m = config.n_of_m
     targets = [
         Target(name, group.stack, group.layer, linear, found)
         for group in groups
         for name, linear in zip(group.linear_names, group.linears, strict=True)
-        if _is_targeted(name, config) and (found := _share(name, shares)) is not None
+        if is_targeted([name], config.include, config.exclude) and (found := _share(name, shares)) is not None
     ]
     if not targets:
         raise InvalidConfig(
@@ -178,15 +176,6 @@ def find_mask_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sco
     else:
         _check_counts(targets, scope)
     return MaskTargets(targets, scope, n_of_m)
-
-
-def _on(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
-
-
-def _is_targeted(name: str, config: PruningConfig) -> bool:
-    included = config.include is None or any(matches(name, pattern) for pattern in config.include)
-    return included and not any(matches(name, pattern) for pattern in config.exclude or ())
 
 
 def _shares(config: PruningConfig) -> Mapping[str, float]:

@@ -99,7 +99,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         previous=_history(earlier),
     )
     report.warnings += [
-        f"{unit} of {stack}: asked {total['asked']:.1%}, achieved {total['achieved']:.1%}: {REASONS[config.kind]}."
+        difference(unit, stack, total["asked"], f"{total['achieved']:.1%}", config.kind)
         for stack, units in report.per_stack.items()
         for unit, total in units.items()
         if abs(total["asked"] - total["achieved"]) > TOLERANCE
@@ -107,6 +107,11 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     report.warnings += [*targets.notes, *generation_warnings(model)]
     model.config.pruning_config = report.record()
     return report
+
+
+def difference(unit: str, stack: str, asked: float, achieved: str, kind: str) -> str:
+    """Word that more or less goes than is asked, and why; the planner says it in advance."""
+    return f"{unit} of {stack}: asked {asked:.1%}, achieved {achieved}: {REASONS[kind]}."
 
 
 def load_scorer(config: PruningConfig) -> Scorer:

@@ -1,7 +1,7 @@
 """Structured pruning: which units may go, and how many, before a score exists; then which."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from optimum_prune.bounds import Range, kept_ranges, reachable, removed_range
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.ranked import RankedTargets
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.scoring import score_groups
 from optimum_prune.sizes import describe_, measure
-from optimum_prune.surgery import cutting, slice_
+from optimum_prune.surgery import slice_
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Pool:
         ):
             raise self._spared()
         return {group.name: keep for entry, keep in zip(self.entries, kept, strict=True) for group in entry}
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction that should go."""
+        return self.budget.sparsity
 
     @property
     def config(self) -> str:
@@ -83,24 +89,15 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """What a config targets in a model, and how much of it goes.
+class Targets(RankedTargets):
+    """Groups of units that a config targets; see `RankedTargets`.
 
     Attributes:
-        groups: in the order of the model.
-        pools: the same groups by stack and kind of unit.
-        allocation: the one used; never `"auto"`.
-        gamma: path of a stack -> MLP sparsity over attention sparsity, where both are coupled.
-        sparsity: fraction asked.
-        notes: for the report.
+        groups: those of all pools, in the order of the model.
     """
 
-    groups: list[BoundGroup]
     pools: list[Pool]
-    allocation: str
-    gamma: dict[str, float]
-    sparsity: float
-    notes: list[str] = field(default_factory=list)
+    groups: list[BoundGroup]
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse weights that cannot be pruned, before anything is touched."""
@@ -113,10 +110,6 @@ class Targets:
         batch_size = config.calibration.batch_size
         scores = score_groups(model, self.groups, scorer, data=data, batch_size=batch_size, seed=config.seed)
         return {group.name: score for group, score in zip(self.groups, scores, strict=True)}
-
-    def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Choose the kept units of every group, sorted int64, by its name."""
-        return {name: keep for pool in self.pools for name, keep in pool.choose(scores).items()}
 
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Slice every group, and make the config truthful."""
@@ -138,22 +131,6 @@ class Targets:
             )
             for group in self.groups
         ]
-
-    def prune_(
-        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
-    ) -> list[GroupReport]:
-        """Score, choose and cut."""
-        kept = self.choose(self.score(model, scorer, data, config))
-        with cutting():
-            return self.cut_(model, kept)
-
-    @property
-    def asked(self) -> dict[str, dict[str, float]]:
-        """Path of a stack -> kind of unit -> fraction of its weights that should go."""
-        asked: dict[str, dict[str, float]] = {}
-        for pool in self.pools:
-            asked.setdefault(pool.stack, {})[pool.unit] = pool.budget.sparsity
-        return asked
 
 
 def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) -> Targets:
@@ -185,7 +162,7 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
             pools[-1].check()
     if config.gamma != "auto" and not gamma:
         raise InvalidConfig(f"gamma={config.gamma} couples MLP and attention, but only one of them is targeted.")
-    return Targets(groups, pools, allocation, gamma, config.fraction)
+    return Targets(pools, allocation, gamma, config.fraction, groups)
 
 
 def _allocation(config: PruningConfig, scorer: Scorer) -> str:

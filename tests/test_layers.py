@@ -16,7 +16,18 @@ LAYERS = [
     {"allocation", "bounds", "masks", "solvers", "adapters", "scorers"},
     {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"}
     | {"sparsity", "callbacks", "semi_structured"},
-    {"pipeline", "structured", "depth", "masking", "report", "measurements", "metrics", "latency", "evaluation"}
+    {
+        "pipeline",
+        "ranked",
+        "structured",
+        "depth",
+        "masking",
+        "report",
+        "measurements",
+        "metrics",
+        "latency",
+        "evaluation",
+    }
     | {"planning"},
     {"integrations"},
     {"pruner"},

@@ -4,7 +4,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from optimum_prune import (
     InvalidConfig,
@@ -16,6 +15,7 @@ from optimum_prune import (
 from optimum_prune.masking import find_mask_targets
 from optimum_prune.pipeline import prune
 from optimum_prune.scorers.base import Scorer
+from tests.damage import nan_norm, nan_weight, on_meta, plain, quantised, shared
 from tests.models import llama
 from tests.zeroed import (
     CALIBRATED,
@@ -24,37 +24,12 @@ from tests.zeroed import (
 )
 
 
-def nan_weight(model):
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-
-
-def nan_norm(model):
-    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
-
-
 def nan_embedding(model):
     model.model.embed_tokens.weight.data.fill_(torch.nan)
 
 
 def overflow(model):
     model.half().model.layers[1].mlp.down_proj.weight.data.fill_(6e4)
-
-
-def shared(model):
-    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
-
-
-def quantised(model):
-    linear = model.model.layers[1].mlp.up_proj
-    linear.weight = nn.Parameter(linear.weight.detach().to(torch.int8), requires_grad=False)
-
-
-def on_meta(model):
-    model.model.layers[1].to("meta")
-
-
-def plain(model):
-    pass
 
 
 REFUSED = [

@@ -24,6 +24,7 @@ from optimum_prune.configs import block_method
 from optimum_prune.pipeline import prune
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.sizes import measure
+from tests.damage import nan_norm, nan_weight, plain, quantised, renamed, shared
 from tests.models import VARIANTS, llama, mistral, source, tokens
 from tests.outputs import outputs
 
@@ -301,37 +302,12 @@ class TestTargets:
         assert block_method(model.config) is None and not hasattr(model, "hf_quantizer")
 
 
-def nan_weight(model):
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-
-
-def nan_norm(model):
-    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
-
-
 def nan_head(model):
     model.lm_head.weight.data[0, 0] = torch.nan
 
 
 def overflow(model):
     model.half().model.layers[2].mlp.down_proj.weight.data.fill_(6e4)
-
-
-def shared(model):
-    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
-
-
-def quantised(model):
-    linear = model.model.layers[1].mlp.up_proj
-    linear.weight = nn.Parameter(linear.weight.detach().to(torch.int8), requires_grad=False)
-
-
-def renamed(model):
-    model.config.model_type = "gpt_neox"
-
-
-def plain(model):
-    pass
 
 
 TOO_SHORT = CalibrationConfig([[]], num_samples=1)

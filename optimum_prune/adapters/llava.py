@@ -2,19 +2,11 @@
 
 from dataclasses import replace
 
-from optimum_prune.adapters import llama
+from optimum_prune.adapters import llama, opt
 from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
 
-VISION_ATTENTION = CoupledGroup(
-    unit="kv_group",
-    site="self_attn",
-    writers=("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"),
-    readers=("self_attn.out_proj",),
-    counts={"num_attention_heads": "self_attn.k_proj"},
-    unit_size="self_attn.head_dim",
-    unit_attributes=("self_attn.num_heads",),
-    keep_global=True,  # CLIPAttention derives its head size from hidden_size and the global head count
-)
+# CLIPAttention derives its head size as OPTAttention does, but no config key states it, and nothing is cached.
+VISION_ATTENTION = replace(opt.ATTENTION, unit_size_key=None, cached=False)
 VISION_MLP = CoupledGroup(
     unit="mlp_channel",
     site="mlp",

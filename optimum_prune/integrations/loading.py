@@ -36,7 +36,7 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """
     if "output_loading_info" in kwargs:
         raise InvalidConfig("output_loading_info cannot be passed: weights that are missing are an error anyway.")
-    shared = {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
+    shared = _shared(kwargs)
     with loading(name_or_path):
         adapter = registry.load("adapters", AutoConfig.from_pretrained(name_or_path, **shared).model_type)
         auto_class: Any = getattr(transformers, adapter.auto_class)
@@ -67,7 +67,7 @@ def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any)
         CheckpointError: it does not exist, or its config builds no model.
     """
     with loading(name_or_path):
-        config = AutoConfig.from_pretrained(name_or_path, **{key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()})
+        config = AutoConfig.from_pretrained(name_or_path, **_shared(kwargs))
         auto_class: Any = getattr(transformers, registry.load("adapters", config.model_type).auto_class)
         if (method := block_method(config)) not in (None, METHOD):
             raise UnsupportedModel(
@@ -101,7 +101,7 @@ def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: 
         name_or_path: where it came from.
         kwargs: those of `load_model`.
     """
-    shared = {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
+    shared = _shared(kwargs)
     processor = None
     if adapter_for(model).auto_class == "AutoModelForImageTextToText":
         try:
@@ -114,6 +114,10 @@ def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: 
     except Exception as error:
         logger.warning("%s has no tokenizer that loads (%s); calibration needs token ids.", name_or_path, error)
         return None, processor
+
+
+def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
 
 
 @contextmanager

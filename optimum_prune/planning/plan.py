@@ -108,16 +108,14 @@ class Plan:
         if layout != "stock" or self.layout.layout == "stock":
             return
         if self.config["pattern"] == "layers":
-            raise InvalidConfig(
-                f"layout='stock' is not {'possible' if self.layout.layout == 'compact' else 'certain'}: "
-                f"{self.layout.reason}. Use layout='compact', or drop whole blocks (units=['layer'])."
-            )
-        heads = {f"{counts} of {stack}" for stack, counts in self.layout.stock_heads.items()}
-        takes = f"; the class takes kv_groups {', '.join(sorted(heads))}" if heads else ""
+            advice = "drop whole blocks (units=['layer'])"
+        else:
+            heads = {f"{counts} of {stack}" for stack, counts in self.layout.stock_heads.items()}
+            takes = f"; the class takes kv_groups {', '.join(sorted(heads))}" if heads else ""
+            advice = f"prune to equal sizes that the class takes (allocation='uniform'{takes})"
         raise InvalidConfig(
             f"layout='stock' is not {'possible' if self.layout.layout == 'compact' else 'certain'}: "
-            f"{self.layout.reason}. Use layout='compact', or prune to equal sizes that the class takes "
-            f"(allocation='uniform'{takes})."
+            f"{self.layout.reason}. Use layout='compact', or {advice}."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets
-from optimum_prune.pipeline import FIND_TARGETS, REASONS, TOLERANCE, image_stack, load_scorer
+from optimum_prune.pipeline import FIND_TARGETS, TOLERANCE, difference, image_stack, load_scorer
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
@@ -89,7 +89,7 @@ def make_plan(
         },
         layout=outlook.layout,
         warnings=[
-            *_differences(outlook.totals, REASONS[config.kind]),
+            *_differences(outlook.totals, config.kind),
             *outlook.warnings,
             *_undivided(model, {group.name for group in cut}, devices),
         ],
@@ -101,10 +101,10 @@ def _left(before: int, removed: Iterable[Range]) -> Range:
     return Range(before - gone.highest, before - gone.lowest)
 
 
-def _differences(totals: Iterable[PlannedTotal], reason: str) -> list[str]:
+def _differences(totals: Iterable[PlannedTotal], kind: str) -> list[str]:
     """Word what the run will warn of, where all that may be achieved is too far from what is asked."""
     return [
-        f"{total.unit} of {total.stack}: asked {total.asked:.1%}, achieved {percent(total.achieved)}: {reason}."
+        difference(total.unit, total.stack, total.asked, percent(total.achieved), kind)
         for total in totals
         if total.asked - max(total.achieved) > TOLERANCE or min(total.achieved) - total.asked > TOLERANCE
     ]

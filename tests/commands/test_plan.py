@@ -1,12 +1,9 @@
 """`optimum-cli prune plan`: the table, the file, and one line for a refusal; no weight is read."""
 
 import json
-import logging
-import warnings
 from pathlib import Path
 
 import pytest
-from optimum.commands import optimum_cli
 
 from optimum_prune import PruningConfig
 from optimum_prune.integrations.loading import load_skeleton
@@ -30,25 +27,10 @@ def dense(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def cli(dense, monkeypatch, capfd):
+def cli(dense, monkeypatch, call_cli):
     """Return a function that runs `optimum-cli prune plan` in this process -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(dense.parent)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(warnings, "filters", list(warnings.filters))
-    monkeypatch.setattr(logging.getLogger("transformers.integrations.heterogeneity"), "level", logging.NOTSET)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["optimum-cli", "prune", "plan", "--model", "dense", *map(str, arguments)])
-        capfd.readouterr()
-        code = 0
-        try:
-            optimum_cli.main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        return (code, *capfd.readouterr())
-
-    return call
+    return lambda *arguments: call_cli("plan", "--model", "dense", *arguments)
 
 
 def test_prints_the_plan(cli, dense):

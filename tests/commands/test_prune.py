@@ -2,16 +2,13 @@
 
 import importlib.util
 import json
-import logging
 import re
-import warnings
 from dataclasses import fields
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 import torch
-from optimum.commands import optimum_cli
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import optimum_prune
@@ -37,25 +34,10 @@ def dense(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def cli(dense, monkeypatch, capfd):
+def cli(dense, monkeypatch, call_cli):
     """Return a function that runs `optimum-cli prune run` in this process -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(dense.parent)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(warnings, "filters", list(warnings.filters))
-    monkeypatch.setattr(logging.getLogger("transformers.integrations.heterogeneity"), "level", logging.NOTSET)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["optimum-cli", "prune", "run", *map(str, arguments)])
-        capfd.readouterr()
-        code = 0
-        try:
-            optimum_cli.main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        return (code, *capfd.readouterr())
-
-    return call
+    return lambda *arguments: call_cli("run", *arguments)
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 # pyright: reportArgumentType=false
 
 import pytest
-import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from torch import nn
 from transformers import LlamaModel
 
 from optimum_prune import (
@@ -21,29 +19,9 @@ from optimum_prune import (
 from optimum_prune.integrations.loading import load_skeleton
 from optimum_prune.planning.planner import make_plan
 from tests.calibration.conftest import build_processor
+from tests.damage import nan_weight, on_meta, quantised, renamed, shared
 from tests.models import VARIANTS, llama, llava, qwen2, t5
 from tests.words import tokenizer
-
-
-def nan_weight(model):
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-
-
-def on_meta(model):
-    model.model.layers[1].to("meta")
-
-
-def shared(model):
-    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
-
-
-def quantised(model):
-    linear = model.model.layers[1].mlp.up_proj
-    linear.weight = nn.Parameter(linear.weight.detach().to(torch.int8), requires_grad=False)
-
-
-def renamed(model):
-    model.config.model_type = "gpt_neox"
 
 
 def wrapped(model):

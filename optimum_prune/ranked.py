@@ -1,0 +1,86 @@
+"""What patterns share that score whole units or layers: score all, choose by rank, and only then cut."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from optimum_prune.calibration.data import CalibrationData
+from optimum_prune.config import PruningConfig
+from optimum_prune.report import GroupReport
+from optimum_prune.scorers.base import Scorer
+from optimum_prune.surgery import cutting
+
+
+class Ranked(Protocol):
+    """Units or layers of one kind in one stack, which are ranked together."""
+
+    @property
+    def stack(self) -> str:
+        """Path of the stack."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """Kind of unit or layer."""
+        ...
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction that should go."""
+        ...
+
+    def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Choose what is kept, sorted int64, by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankedTargets:
+    """What a config targets in a model, and how much of it goes.
+
+    Attributes:
+        pools: by stack and kind of unit.
+        allocation: the one used; never `"auto"`.
+        gamma: path of a stack -> MLP sparsity over attention sparsity, where both are coupled.
+        sparsity: fraction asked.
+        notes: for the report.
+    """
+
+    pools: Sequence[Ranked]
+    allocation: str
+    gamma: dict[str, float]
+    sparsity: float
+    notes: list[str] = field(default_factory=list, kw_only=True)
+
+    def score(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> dict[str, Tensor]:
+        """Score whatever may go, by name; larger = keep."""
+        raise NotImplementedError
+
+    def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
+        """Cut what is not kept, and make the config truthful."""
+        raise NotImplementedError
+
+    def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Choose what is kept in every pool, sorted int64, by name."""
+        return {name: keep for pool in self.pools for name, keep in pool.choose(scores).items()}
+
+    def prune_(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> list[GroupReport]:
+        """Score, choose and cut."""
+        kept = self.choose(self.score(model, scorer, data, config))
+        with cutting():
+            return self.cut_(model, kept)
+
+    @property
+    def asked(self) -> dict[str, dict[str, float]]:
+        """Path of a stack -> kind of unit -> fraction that should go."""
+        asked: dict[str, dict[str, float]] = {}
+        for pool in self.pools:
+            asked.setdefault(pool.stack, {})[pool.unit] = pool.sparsity
+        return asked
