@@ -28,8 +28,10 @@ __all__ = [
     "UnsupportedModel",
     "accelerate_2_4_",
     "apply_masks_",
+    "equivalent_rescale_",
     "masks_of",
     "prune",
+    "rescaling_sites",
 ]
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from optimum_prune.planning.plan import Plan
     from optimum_prune.pruner import Pruner
     from optimum_prune.report import PruningReport
+    from optimum_prune.rescaling import equivalent_rescale_, rescaling_sites
     from optimum_prune.semi_structured import accelerate_2_4_
     from optimum_prune.sparsity import apply_masks_, masks_of
 
@@ -59,8 +62,10 @@ _HOMES = {
     "PruningReport": "report",
     "accelerate_2_4_": "semi_structured",
     "apply_masks_": "sparsity",
+    "equivalent_rescale_": "rescaling",
     "masks_of": "sparsity",
     "prune": "pipeline",
+    "rescaling_sites": "rescaling",
 }  # all others are errors
 
 

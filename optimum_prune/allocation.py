@@ -6,7 +6,7 @@ Counts are fixed before a single score exists (`budgets`), so a target that cann
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,14 @@ class Budget:
     remove: int | list[int]
     floor: int
     round_to: int
+
+    def part(self, share: float) -> "Budget":
+        """Return the budget of a step on the way: the share of it that has gone by then."""
+        if share == 1:
+            return self
+        if isinstance(self.remove, int):
+            return replace(self, remove=_floor(self.remove * share))
+        return replace(self, remove=[_floor(remove * share) for remove in self.remove])
 
 
 def gamma_auto(attention_weights: int, mlp_weights: int, queries_per_group: int) -> float:

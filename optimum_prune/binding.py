@@ -262,7 +262,8 @@ def check_prunable(model: nn.Module, bound: Sequence[BoundGroup]) -> None:
             if len(owners[id(weight)]) > 1:
                 raise UnsupportedModel(f"{name}.weight is shared between {owners[id(weight)]}; it cannot be cut alone.")
             for kind, parameter in part.named_parameters(recurse=False):
-                if not torch.isfinite(parameter).all():
+                # A NaN is the least and the greatest of all.
+                if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
                     raise UnsupportedModel(
                         f"{name}.{kind} holds NaN or infinite values: the checkpoint is damaged, or it was cast to a "
                         "dtype with too small a range. Reload it, in bfloat16 or float32."

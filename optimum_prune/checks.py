@@ -1,5 +1,6 @@
 """Checks of single values: each returns the value to keep, or raises InvalidConfig with what is allowed."""
 
+import json
 import math
 import os
 import re
@@ -48,6 +49,16 @@ def _fraction(name: str, value: Any) -> float:
     return float(value)
 
 
+def options(name: str, value: Any) -> dict[str, Any]:
+    """Accept a mapping of names to values that JSON can hold; what they mean is the scorer's to say."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        raise refuse(name, "a mapping of names to values", value)
+    try:
+        return json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError) as error:
+        raise refuse(name, "a mapping of names to values that JSON can hold", value) from error
+
+
 def gamma(name: str, value: Any) -> float | str:
     """Accept `"auto"` or a positive number."""
     if isinstance(value, str) and value == "auto":
@@ -55,6 +66,20 @@ def gamma(name: str, value: Any) -> float | str:
     if not 0 < _number(value) < math.inf:
         raise refuse(name, "'auto' or a finite number > 0", value)
     return float(value)
+
+
+def number(above: float, below: float = math.inf, *, or_equal: bool = False) -> Check:
+    """Accept numbers between two bounds, both left out; `or_equal` takes in the lower one."""
+    low = f"{'>=' if or_equal else '>'} {above:g}"
+    expected = f"a number {low} and < {below:g}" if below < math.inf else f"a finite number {low}"
+
+    def check(name: str, value: Any) -> float:
+        given = _number(value)
+        if not (above < given < below or (or_equal and given == above)):
+            raise refuse(name, expected, value)
+        return given
+
+    return check
 
 
 def text(name: str, value: Any) -> str:

@@ -26,11 +26,17 @@ ALLOCATIONS = {
     "n:m": ("auto",),
 }
 """Kind of pattern -> how the removal may be spread."""
+SELECTIONS = ("none", "kl")
+INDUCIBLE = ("magnitude", "wanda", "sparsegpt", "si")
+"""Scorers that go with an induction."""
+COMPENSATIONS = ("auto", "least_squares", "sequential", "bias", "none")
 UNITS = ("kv_group", "mlp_channel")
 LAYER_UNITS = ("layer", "attention", "mlp")
-RECOMMENDED = {"structured": "ntk", "layers": "block_influence", "unstructured": "sparsegpt", "n:m": "sparsegpt"}
+RECOMMENDED = {"structured": "taylor", "layers": "block_influence", "unstructured": "sparsegpt", "n:m": "sparsegpt"}
 """Pattern -> the scorer that stands in where none is given."""
 _WEIGHTS = {
+    "compensation": "scorers of single weights that make up for what goes do so themselves (sparsegpt, admm)",
+    "steps": "single weights are chosen one linear after the other",
     "units": "single weights go, not units; choose linears by include and exclude",
     "gamma": "every linear loses the fraction that is asked of it",
     "round_to": "shapes stay as they are",
@@ -41,10 +47,14 @@ MEANINGLESS = {
     "structured": {
         "keep_first": "every block keeps some of its units",
         "keep_last": "every block keeps some of its units",
+        "induction": "it learns which single weights go",
     },
     "layers": {
         "round_to": "only whole blocks or sub-layers go",
         "gamma": "attention and MLPs lose the same fraction of their layers",
+        "compensation": "no reader is left whose weights could make up for a layer",
+        "steps": "the layers that go are chosen at once",
+        "induction": "it learns which single weights go",
     },
     "unstructured": _WEIGHTS,
     "n:m": _WEIGHTS,
@@ -204,6 +214,14 @@ class CalibrationConfig(_Config):
         None, checks.text, "column that holds the image, or a list of them, for image-text models; by default 'image'"
     )
 
+    selection: str = _option(
+        "none",
+        checks.one_of("selection", lambda: SELECTIONS),
+        "'kl': prune with several drawn batches on trial, and use the one after which the model stays nearest to the "
+        "dense one; 'none': use the first one drawn",
+    )
+    candidates: int = _option(8, checks.integer(2), "batches drawn for selection 'kl'")
+
     def __post_init__(self) -> None:
         """Check every field, then that questions are not their own answers."""
         super().__post_init__()
@@ -218,12 +236,46 @@ class CalibrationConfig(_Config):
         return super().to_dict() | {"source": _describe(self.source)}
 
 
-def _calibration(name: str, value: Any) -> CalibrationConfig:
-    if isinstance(value, CalibrationConfig):
-        return value
-    if isinstance(value, Mapping):
-        return CalibrationConfig.from_dict(value)
-    raise checks.refuse(name, "a CalibrationConfig or a mapping", value)
+@dataclass(frozen=True, repr=False)
+class InductionConfig(_Config):
+    """How masks are learned on top of a scorer (sparsity induction, SI): one scale for each input of a linear.
+
+    The paper publishes neither the learning rate nor the constants of its spectral term: all defaults are ours.
+    """
+
+    epochs: int = _option(2, checks.integer(1), "passes over the calibration sequences, for each block")
+    batch_size: int = _option(4, checks.integer(1), "sequences a step of training; changes the result")
+    learning_rate: float = _option(0.1, checks.number(0), "of Adam, on the logarithms of the scales")
+    temperature_start: float = _option(
+        0.1, checks.number(0), "how soft the mask is that gradients see, in logarithms of scores, at the first step"
+    )
+    temperature_end: float = _option(0.02, checks.number(0), "the same at the last step")
+    bound: float = _option(4.0, checks.number(1), "scales stay between 1/bound and bound; their geometric mean is 1")
+    held_out: float = _option(
+        0.125,
+        checks.number(0, below=1),
+        "fraction of the calibration sequences that no mask is trained on, by which the better mask is chosen",
+    )
+    spectral: float = _option(
+        0.0,
+        checks.number(0, or_equal=True),
+        "weight of the term exp(-spectral_alpha * sum of the norms of the scaled weights); 0 leaves it out",
+    )
+    spectral_alpha: float = _option(1e-3, checks.number(0), "see spectral")
+    spectral_power: float = _option(2.0, checks.number(0), "of the norms in the spectral term (Schatten norms)")
+
+
+def _part(config: type[_Config]) -> checks.Check:
+    """Accept a config of that type, or a mapping of its fields."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, config):
+            return value
+        if isinstance(value, Mapping):
+            return config.from_dict(value)
+        raise checks.refuse(name, f"a {config.__name__} or a mapping", value)
+
+    return check
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,7 +293,7 @@ class PruningConfig(_Config):
     scorer: str = _option(
         None,
         checks.one_of("scorer", lambda: registry.available("scorers")),
-        "how units or layers are ranked, by name; by default what the pattern recommends: 'ntk' for 'structured', "
+        "how units or layers are ranked, by name; by default what the pattern recommends: 'taylor' for 'structured', "
         "'block_influence' for 'layers', 'sparsegpt' for zeros",
     )
     sparsity: float | dict[str, float] | None = _option(
@@ -283,7 +335,29 @@ class PruningConfig(_Config):
     round_to: int = _option(8, checks.integer(1), "MLP channels kept are rounded up to a multiple of this")
     keep_first: int = _option(1, checks.integer(0), "blocks at the start of a stack that stay whole (pattern 'layers')")
     keep_last: int = _option(1, checks.integer(0), "blocks at the end of a stack that stay whole (pattern 'layers')")
-    calibration: CalibrationConfig = _option(CalibrationConfig, _calibration, "data for scorers that need any")
+    scorer_options: dict[str, Any] | None = _option(
+        None,
+        checks.options,
+        "options of the scorer, by name; which there are is in the scorer's documentation",
+    )
+    compensation: str = _option(
+        "auto",
+        checks.one_of("compensation", lambda: COMPENSATIONS),
+        "how what stays makes up for units that go: 'least_squares' (new weights for the linears that read them), "
+        "'sequential' (the same, layer after layer), 'bias' (shifts biases, where there are any), 'none', or 'auto' "
+        "(least squares where the scorer needs calibration data anyway, else none)",
+    )
+    steps: int = _option(
+        1, checks.integer(1), "units go in so many steps, and are scored anew after each (pattern 'structured')"
+    )
+    calibration: CalibrationConfig = _option(
+        CalibrationConfig, _part(CalibrationConfig), "data for scorers that need any"
+    )
+    induction: InductionConfig | None = _option(
+        None,
+        _part(InductionConfig),
+        "learn the masks of scorers magnitude, wanda or sparsegpt, block by block; scorer 'si' is wanda with it",
+    )
     seed: int = _option(0, checks.integer(0), "seed of whatever is random in a scorer")
 
     def __post_init__(self) -> None:
@@ -293,6 +367,7 @@ class PruningConfig(_Config):
         self._check_units()
         if self.scorer is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, "scorer", RECOMMENDED[self.kind])
+        self._check_induction()
         if self.allocation not in ALLOCATIONS[self.kind]:
             raise InvalidConfig(
                 f"allocation={self.allocation!r} has no meaning with pattern {self.pattern!r}; possible: "
@@ -355,6 +430,24 @@ class PruningConfig(_Config):
                 "sub-layers of what is left in a second run."
             )
 
+    def _check_induction(self) -> None:
+        """Let scorer 'si' bring its induction along; refuse one where nothing could be learned."""
+        if self.scorer == "si" and self.induction is None and self.kind in ("unstructured", "n:m"):
+            object.__setattr__(self, "induction", InductionConfig())
+        if self.induction is None:
+            return
+        if self.scorer not in INDUCIBLE:
+            raise InvalidConfig(
+                f"induction has no meaning with scorer {self.scorer!r}: it scales scores that are products of weights "
+                f"and inputs. Possible: {', '.join(map(repr, INDUCIBLE))}."
+            )
+        if self.allocation == "global":
+            raise InvalidConfig(
+                "induction has no meaning with allocation='global': masks are learned one block after the other, and "
+                "one ranking needs all scores at once. Use 'row' or 'matrix'."
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""
-        return super().to_dict() | {"calibration": self.calibration.to_dict()}
+        induction = self.induction and self.induction.to_dict()
+        return super().to_dict() | {"calibration": self.calibration.to_dict(), "induction": induction}

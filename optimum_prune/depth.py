@@ -1,8 +1,10 @@
 """Pruning of depth: which blocks and sub-layers may go, and how many, before a score exists; then which."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +141,21 @@ class DepthTargets(RankedTargets):
         influence = mean_influence(model, found.values(), batches, scorer.influence)
         return {name: torch.tensor(influence[name], dtype=torch.float32, device="cpu") for name in names}
 
+    @contextmanager
+    def hidden(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute for a while as if what is not kept were gone."""
+        handles = [
+            layer.module.register_forward_hook(_pass_by if pool.unit == BLOCK else _add_nothing, with_kwargs=True)
+            for pool in self.pools
+            for layer in pool.layers
+            if not len(kept[layer.name])
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Drop and skip, and make the config truthful."""
         reports = [report for pool in self.pools for report in pool.cut_(model, kept)]
@@ -248,3 +265,14 @@ def _what_stays(found: BoundStack, unit: str, config: PruningConfig) -> str:
     elif unit == BLOCK and any("attention" in skipped(found.stack, block) for block in found.blocks):
         reasons.append("so do the first blocks, as long as others have their attention skipped")
     return ", ".join([*reasons, "and one of each stack always does"])
+
+
+def _pass_by(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Let a block give back what it was given."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def _add_nothing(sublayer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Let a sub-layer add nothing to the residual stream."""
+    return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)

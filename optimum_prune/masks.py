@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-12  # 0.29 * 100 is 28.999999999999996, and products of large counts are off by more
+CHUNK = 2**20
+"""Scores that are copied at once, to order them."""
 
 
 def removed_of(count: int, sparsity: float) -> int:
@@ -28,12 +30,26 @@ def row_mask(scores: Tensor, remove: int) -> Tensor:
     """
     if remove == 0:
         return torch.ones_like(scores, dtype=torch.bool)
-    threshold = scores.kthvalue(remove, dim=1, keepdim=True).values
+    height = max(1, CHUNK // scores.shape[1])
+    threshold = torch.cat([_lowest(part, remove) for part in scores.split(height)])
     mask = scores > threshold
-    # The threshold itself: so many of the equal ones go as the row still owes.
-    equal = scores == threshold
-    owed = remove - (~mask & ~equal).sum(dim=1, keepdim=True)
-    return mask | (equal & (equal.cumsum(dim=1) > owed))
+    missing = scores.shape[1] - remove - mask.sum(dim=1)
+    rows = missing.nonzero()[:, 0]
+    if len(rows):  # ties: of those equal to the threshold, some stay
+        equal = scores[rows] == threshold[rows]
+        going = equal.sum(dim=1) - missing[rows]
+        mask[rows] |= equal & (equal.cumsum(dim=1) > going[:, None])
+    return mask
+
+
+def _lowest(scores: Tensor, rank: int) -> Tensor:
+    """Return the `rank`-th lowest of every row, counted from 1: `(rows, 1)`."""
+    if not scores.is_cpu:
+        return scores.kthvalue(rank, dim=1, keepdim=True).values
+    # NumPy's vectorised partition takes a sixth of the time of kthvalue, which also moves an index along.
+    ordered = scores.detach().clone(memory_format=torch.contiguous_format)
+    ordered.numpy().partition(rank - 1, axis=1)  # in place
+    return ordered[:, rank - 1 : rank].clone()
 
 
 def matrix_mask(scores: Tensor, remove: int) -> Tensor:

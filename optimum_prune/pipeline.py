@@ -11,14 +11,16 @@ from transformers import PreTrainedModel
 import optimum_prune
 from optimum_prune import registry
 from optimum_prune.binding import adapter_for, stacks
-from optimum_prune.calibration.data import load_samples
-from optimum_prune.config import PruningConfig
+from optimum_prune.calibration.data import CalibrationData, load_samples
+from optimum_prune.calibration.request import resolve
+from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.depth import find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.masking import find_mask_targets
+from optimum_prune.masking import MaskTargets, find_mask_targets
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
-from optimum_prune.structured import find_targets
+from optimum_prune.selection import Selection, select, widened
+from optimum_prune.structured import find_targets, resolve_compensation
 
 FIND_TARGETS = {
     "structured": find_targets,
@@ -65,17 +67,18 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     targets = FIND_TARGETS[config.kind](model, config, scorer)
     targets.check(model)
     parameters = model.num_parameters()
-    data = None
-    if scorer.needs_data:
-        tokenizer = tokenizer or getattr(processor, "tokenizer", None)
+    data = selection = None
+    if needs_data(config, scorer):
         data = load_samples(
-            config.calibration,
+            _asked(config.calibration, model, scorer),
             model,
-            tokenizer,
+            tokenizer or getattr(processor, "tokenizer", None),
             processor=processor,
             default_seq_len=scorer.seq_len,
             image_stack=image_stack(model, targets.asked),
         )
+        if config.calibration.selection == "kl":
+            data, selection = select(model, targets, scorer, config, data)
     groups = targets.prune_(model, scorer, data, config)
     report = PruningReport(
         config=config.to_dict(),
@@ -87,7 +90,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         parameters_after=model.num_parameters(),
         allocation=targets.allocation,
         gamma=targets.gamma or None,
-        calibration=data.to_dict() if data else None,
+        calibration=_described(data, selection),
         seconds=time.perf_counter() - start,
         versions={
             "optimum_prune": optimum_prune.__version__,
@@ -97,6 +100,8 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         base_model=earlier.get("base_model") or model.config.name_or_path or None,
         base_revision=earlier.get("base_revision") if earlier else getattr(model.config, "_commit_hash", None),
         previous=_history(earlier),
+        compensation=resolve_compensation(config, scorer) if config.kind == "structured" else None,
+        induction=[gain.to_dict() for gain in targets.gains] or None if isinstance(targets, MaskTargets) else None,
     )
     report.warnings += [
         difference(unit, stack, total["asked"], f"{total['achieved']:.1%}", config.kind)
@@ -107,6 +112,23 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     report.warnings += [*targets.notes, *generation_warnings(model)]
     model.config.pruning_config = report.record()
     return report
+
+
+def needs_data(config: PruningConfig, scorer: Scorer) -> bool:
+    """Tell whether anything looks at calibration data."""
+    return scorer.needs_data or config.induction is not None or resolve_compensation(config, scorer) != "none"
+
+
+def _asked(calibration: CalibrationConfig, model: PreTrainedModel, scorer: Scorer) -> CalibrationConfig:
+    if calibration.selection == "none":
+        return calibration
+    return widened(calibration, resolve(calibration, model, scorer.seq_len, "random").seq_len)
+
+
+def _described(data: CalibrationData | None, selection: Selection | None) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    return data.to_dict() | ({"selection": selection.to_dict()} if selection else {})
 
 
 def difference(unit: str, stack: str, asked: float, achieved: str, kind: str) -> str:
@@ -123,7 +145,7 @@ def load_scorer(config: PruningConfig) -> Scorer:
             f"scorer {config.scorer!r} ranks for pattern {', '.join(map(repr, scorer.patterns))} and cannot choose for "
             f"{config.pattern!r}; scorers that can: {', '.join(map(repr, fit))}."
         )
-    return scorer
+    return scorer.with_options(config.scorer_options)
 
 
 def image_stack(model: PreTrainedModel, targeted: Collection[str]) -> str | None:

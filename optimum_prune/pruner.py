@@ -1,7 +1,7 @@
-"""`Pruner`: load, prune, evaluate, save."""
+"""`Pruner`: load, compare, prune, evaluate, save."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from optimum_prune.calibration.data import load_samples
+from optimum_prune.comparing.results import Comparison
+from optimum_prune.comparing.running import compare
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
@@ -85,6 +87,35 @@ class Pruner:
             tensor_parallel: devices among which heads and MLP channels are to be divided.
         """
         return make_plan(self.model, config, tensor_parallel, tokenizer=self.tokenizer, processor=self.processor)
+
+    def compare(
+        self,
+        settings: Sequence[PruningConfig] | Mapping[str, PruningConfig],
+        dataset: Any,
+        sparsities: Sequence[float] | None = None,
+        directory: str | Path | None = None,
+        **options: Any,
+    ) -> Comparison:
+        """Try several settings on one draw of calibration data, and measure each; `model` is left as it was.
+
+        Args:
+            settings: by name; or a sequence, whose names are made from what differs.
+            dataset: what to measure on; any source of `CalibrationConfig`, its first samples are used.
+            sparsities: every setting is tried at each of them; None: each at its own.
+            directory: where to write `comparison.json` (after every row), `comparison.md` and `comparison.png`; needs
+                matplotlib.
+            options: other fields of `CalibrationConfig` for `dataset`, e.g. `num_samples`, `seq_len`, `batch_size`.
+
+        Raises:
+            PruningError: one of its kinds, before the first run; the setting is named.
+        """
+        evaluation = CalibrationConfig(dataset, **options)
+        companions = {"tokenizer": self.tokenizer, "processor": self.processor}
+        self._notice_changes()
+        try:
+            return compare(self.model, settings, evaluation, sparsities, directory, **companions)
+        finally:
+            self._seen = _state(self.model)  # the weights were written to, and put back
 
     def prune(self, config: PruningConfig) -> PruningReport:
         """Prune `model` in place; see `prune`."""

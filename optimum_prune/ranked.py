@@ -1,6 +1,7 @@
 """What patterns share that score whole units or layers: score all, choose by rank, and only then cut."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,6 +65,18 @@ class RankedTargets:
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Cut what is not kept, and make the config truthful."""
         raise NotImplementedError
+
+    def hidden(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Let the model compute for a while as if what is not kept were gone."""
+        raise NotImplementedError
+
+    @contextmanager
+    def trial(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> Iterator[None]:
+        """Score and choose, and let the model compute for a while as if it were pruned."""
+        with self.hidden(model, self.choose(self.score(model, scorer, data, config))):
+            yield
 
     def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Choose what is kept in every pool, sorted int64, by name."""

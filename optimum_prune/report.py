@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 VERSION = 1
@@ -75,6 +76,9 @@ class PruningReport:
         base_revision: commit of the dense model, where it came from the Hub.
         previous: records of earlier prunings of the same model, the oldest first.
         warnings: whatever the user should know, a sentence each.
+        compensation: how the units that stay make up for those that went; None where no units went.
+        induction: of learned masks, by block: `block`, its held-out losses `base` and `induced`, and whether the
+            learned masks were `kept`; None where none were learned.
     """
 
     config: dict[str, Any]
@@ -93,6 +97,8 @@ class PruningReport:
     base_revision: str | None = None
     previous: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    compensation: str | None = None
+    induction: list[dict[str, Any]] | None = None
 
     @property
     def achieved(self) -> float:
@@ -211,17 +217,21 @@ class PruningReport:
     def __str__(self) -> str:
         """Return a table: what was asked and achieved, and what each layer kept."""
         gamma = "" if self.gamma is None else " " + describe_gamma(self.gamma)
+        words = {None: "", "none": ", no compensation"}
+        made_up = words.get(self.compensation, f", compensation {self.compensation}")
         change = self.parameters_after / self.parameters_before - 1
         lines = [
-            f"{self.config['pattern']}, {self.config['scorer']}, {self.allocation}{gamma}: "
+            f"{self.config['pattern']}, {self.config['scorer']}, {self.allocation}{gamma}{made_up}: "
             f"asked {self.asked:.1%}, achieved {self.achieved:.1%} of the targeted weights",
             *self._table(),
             f"parameters {self.parameters_before:,} -> {self.parameters_after:,} ({change:+.1%})",
             *([ZEROS] if WEIGHT in self.units else []),
+            *([describe_induction(self.induction)] if self.induction else []),
             f"took {self.seconds:.1f} s",
         ]
         if self.calibration is not None:
             lines.append(f"calibration: {describe_data(self.calibration)}")
+            lines += [describe_selection(found) for found in [self.calibration.get("selection")] if found]
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(row for line in lines for row in _wrap(line))
 
@@ -280,6 +290,25 @@ def public(data: dict[str, Any]) -> dict[str, Any]:
 def describe_data(data: dict[str, Any]) -> str:
     """Word a `CalibrationData.to_dict()` in one line."""
     return f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens"
+
+
+def describe_induction(blocks: Sequence[dict[str, Any]]) -> str:
+    """Word what learned masks were worth; a block that kept the scorer's own gained nothing."""
+    changes = [block["induced"] / block["base"] - 1 if block["kept"] else 0.0 for block in blocks]
+    gained = sum(block["kept"] for block in blocks)
+    return (
+        f"induction: {gained} of {len(blocks)} blocks gained, median {median(changes):+.1%} held-out difference to the "
+        "dense block"
+    )
+
+
+def describe_selection(selection: dict[str, Any]) -> str:
+    """Word a `Selection.to_dict()` in one line."""
+    kl, chosen = selection["kl"], selection["chosen"]
+    return (
+        f"selection: candidate {chosen + 1} of {len(kl)}, KL {kl[chosen]:.4f} ({min(kl):.4f} to {max(kl):.4f}) on "
+        f"{selection['tokens']:,} held-out tokens, {selection['seconds']:.1f} s"
+    )
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Structured pruning: which units may go, and how many, before a score exists; then which."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,12 @@ from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.ranked import RankedTargets
+from optimum_prune.refit import check_compensation, compensate_
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.scoring import score_groups
 from optimum_prune.sizes import describe_, measure
-from optimum_prune.surgery import slice_
+from optimum_prune.surgery import cutting, hide_, kept_aside, slice_
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Pool:
         entries: groups that are cut alike; most entries hold one group.
         sizes: of the entries.
         budget: how many units go.
+        combine: of the scorer; see `Scorer`.
     """
 
     stack: str
@@ -38,16 +41,37 @@ class Pool:
     entries: list[list[BoundGroup]]
     sizes: list[Size]
     budget: Budget
+    combine: Callable[[Sequence[Tensor], bool], list[Tensor]] | None
 
-    def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Choose the kept units of every group, by name, from the scores of every group."""
-        totals = [torch.stack([scores[group.name] for group in entry]).sum(dim=0) for entry in self.entries]
-        kept = choose(totals, self.budget)
-        if self.budget.sparsity > 0 and all(
-            len(keep) == size.num_units for keep, size in zip(kept, self.sizes, strict=True)
-        ):
+    def choose(
+        self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None, share: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Choose the kept units of every group.
+
+        Args:
+            scores: name of a group -> scores of its units; as many groups as the pool has.
+            left: name of a group -> units that did not go in an earlier step; all others go anyway.
+            share: of the budget, that goes up to this step.
+
+        Returns:
+            Name of a group -> kept units, sorted int64.
+        """
+        kept = choose(self.ranked(scores, left), self.budget.part(share))
+        if share == 1 and self.budget.sparsity > 0 and all(map(_is_whole, kept, self.sizes)):
             raise self._spared()
         return {group.name: keep for entry, keep in zip(self.entries, kept, strict=True) for group in entry}
+
+    def ranked(self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """Return what the units of every entry are ranked by, `(num_units,) float32`; see `choose`."""
+        totals = [torch.stack([scores[group.name] for group in entry]).sum(dim=0) for entry in self.entries]
+        candidates = [left[entry[0].name] for entry in self.entries] if left else [slice(None)] * len(totals)
+        ranked = [total[candidate] for total, candidate in zip(totals, candidates, strict=True)]
+        if self.combine is not None:
+            ranked = self.combine(ranked, isinstance(self.budget.remove, int))
+        for i, candidate in enumerate(candidates):
+            totals[i] = totals[i].new_full((len(totals[i]),), -torch.inf)
+            totals[i][candidate] = ranked[i]
+        return totals
 
     @property
     def sparsity(self) -> float:
@@ -88,16 +112,22 @@ class Pool:
         )
 
 
+def _is_whole(kept: Tensor, size: Size) -> bool:
+    return len(kept) == size.num_units
+
+
 @dataclass(frozen=True)
 class Targets(RankedTargets):
     """Groups of units that a config targets; see `RankedTargets`.
 
     Attributes:
         groups: those of all pools, in the order of the model.
+        compensation: how what stays makes up for what goes; never `"auto"`.
     """
 
     pools: list[Pool]
     groups: list[BoundGroup]
+    compensation: str
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse weights that cannot be pruned, before anything is touched."""
@@ -108,8 +138,89 @@ class Targets(RankedTargets):
     ) -> dict[str, Tensor]:
         """Score the units of every group, by its name."""
         batch_size = config.calibration.batch_size
-        scores = score_groups(model, self.groups, scorer, data=data, batch_size=batch_size, seed=config.seed)
-        return {group.name: score for group, score in zip(self.groups, scores, strict=True)}
+        return score_groups(model, self.groups, [scorer], data=data, batch_size=batch_size, seed=config.seed)[0]
+
+    @contextmanager
+    def hidden(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model compute for a while as if what is not kept were gone."""
+        with kept_aside([linear.weight for group in self.groups for linear in group.readers]):
+            for group in self.groups:
+                hide_(group, kept[group.name])
+            yield
+
+    def prune_(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> list[GroupReport]:
+        """Score, choose and cut; in several steps, all but the last only hide what goes."""
+        if config.steps == 1 and self.compensation == "none":
+            return super().prune_(model, scorer, data, config)
+        with kept_aside(self._changing if config.steps > 1 else [], always=False):
+            kept = self._hide_in_steps_(model, scorer, data, config)
+        with cutting():
+            return self.cut_(model, kept)
+
+    @contextmanager
+    def rehearsal(
+        self,
+        model: PreTrainedModel,
+        scorer: Scorer,
+        data: CalibrationData | None,
+        config: PruningConfig,
+        scores: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Let the model compute for a while as it will after `prune_`, steps and compensation included.
+
+        Args:
+            model: left as it was.
+            scorer: of the config.
+            data: calibration samples.
+            config: of the run.
+            scores: of the first step, where they are known.
+
+        Yields:
+            Name of a group -> kept units, sorted int64.
+        """
+        with kept_aside(self._changing):
+            yield self._hide_in_steps_(model, scorer, data, config, scores)
+
+    def _hide_in_steps_(
+        self,
+        model: PreTrainedModel,
+        scorer: Scorer,
+        data: CalibrationData | None,
+        config: PruningConfig,
+        scores: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Score, choose, hide and make up for it, in as many steps as are asked; return the kept units."""
+        kept: dict[str, Tensor] = {}
+        for step in range(1, config.steps + 1):
+            found = scores if step == 1 and scores is not None else self.score(model, scorer, data, config)
+            chosen = [pool.choose(found, kept or None, step / config.steps) for pool in self.pools]
+            kept = {name: units for choice in chosen for name, units in choice.items()}
+            self._make_up_(model, kept, data, config)
+        return kept
+
+    @property
+    def _changing(self) -> list[Tensor]:
+        """What hiding and compensation change: weights and biases of the readers."""
+        readers = [linear for group in self.groups for linear in group.readers]
+        return [tensor for linear in readers for tensor in (linear.weight, linear.bias) if tensor is not None]
+
+    def _make_up_(
+        self,
+        model: PreTrainedModel,
+        kept: Mapping[str, Tensor],
+        data: CalibrationData | None,
+        config: PruningConfig,
+    ) -> None:
+        if self.compensation == "none":
+            for group in self.groups:
+                hide_(group, kept[group.name])
+            return
+        assert data is not None, "the pipeline loads calibration data for every compensation"
+        batches = list(data.even_batches(config.calibration.batch_size))
+        notes = compensate_(model, self.groups, kept, batches, self.compensation)
+        self.notes.extend(note for note in notes if note not in self.notes)
 
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Slice every group, and make the config truthful."""
@@ -140,7 +251,7 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
         PruningError: whatever can be refused before weights and data are looked at.
     """
     measure(model)  # refuses what no config can say, before it is cut
-    groups = select(bind(model), config.units, config.include, config.exclude, config.stacks)
+    groups = select(bind(model), config.units or scorer.units, config.include, config.exclude, config.stacks)
     allocation = _allocation(config, scorer)
     gamma: dict[str, float] = {}
     pools: list[Pool] = []
@@ -158,11 +269,23 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
         )
         for unit, budget in plan.items():
             chosen = [i for i, size in enumerate(sizes) if size.unit == unit]
-            pools.append(Pool(path, unit, [entries[i] for i in chosen], [sizes[i] for i in chosen], budget))
+            pools.append(
+                Pool(path, unit, [entries[i] for i in chosen], [sizes[i] for i in chosen], budget, scorer.combine)
+            )
             pools[-1].check()
     if config.gamma != "auto" and not gamma:
         raise InvalidConfig(f"gamma={config.gamma} couples MLP and attention, but only one of them is targeted.")
-    return Targets(pools, allocation, gamma, config.fraction, groups)
+    compensation = resolve_compensation(config, scorer)
+    if compensation != "none":
+        check_compensation(groups, compensation)
+    return Targets(pools, allocation, gamma, config.fraction, groups, compensation)
+
+
+def resolve_compensation(config: PruningConfig, scorer: Scorer) -> str:
+    """Return how what stays makes up for what goes: never `"auto"`."""
+    if config.compensation != "auto":
+        return config.compensation
+    return "least_squares" if config.kind == "structured" and scorer.needs_data else "none"
 
 
 def _allocation(config: PruningConfig, scorer: Scorer) -> str:
@@ -173,7 +296,7 @@ def _allocation(config: PruningConfig, scorer: Scorer) -> str:
     if allocation != "uniform" and scorer.comparable != "model":
         raise InvalidConfig(
             f"allocation={allocation!r} ranks all layers together, but {scorer.name} scores are only comparable inside "
-            f"one {scorer.comparable}. Use allocation='uniform'."
+            "one layer: they grow with its inputs, so whole layers would go. Use allocation='uniform'."
         )
     return allocation
 

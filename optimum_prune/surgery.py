@@ -31,6 +31,40 @@ def cutting() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def kept_aside(weights: Sequence[Tensor], *, always: bool = True) -> Iterator[None]:
+    """Put weights back after a while, changed in place meanwhile: always, or only after an error."""
+    copies = [weight.detach().clone() for weight in weights]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.copy_(copy)
+
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+    if always:
+        put_back()
+
+
+@torch.no_grad()
+def hide_(group: BoundGroup, kept: Tensor) -> None:
+    """Set what reads the other units to zero, in place: the model then computes what it will when they are gone.
+
+    Args:
+        group: any bound group.
+        kept: sorted indices of the units to keep, int64.
+    """
+    for linear in group.readers:
+        width = linear.weight.shape[1]
+        shown = torch.zeros(width, dtype=torch.bool, device="cpu")
+        shown[positions(kept, group.num_units, width)] = True
+        linear.weight.masked_fill_(~shown.to(linear.weight.device), 0)
+
+
 def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:
     """Keep some units of a group and drop the rest, in place.
 
@@ -52,13 +86,13 @@ def slice_(group: BoundGroup, kept: Sequence[int] | Tensor) -> None:
     tables = group.tables
     # All indices are computed before the first cut: num_units is read off the linears that are about to change.
     for linear, rows in widths.items():
-        index = _positions(kept, units, rows)
+        index = positions(kept, units, rows)
         linear.weight = _cut(linear.weight, 0, index)
         if linear.bias is not None:
             linear.bias = _cut(linear.bias, 0, index)
         linear.out_features = len(index)
     for linear in group.readers:
-        index = _positions(kept, units, linear.weight.shape[1])
+        index = positions(kept, units, linear.weight.shape[1])
         linear.weight = _cut(linear.weight, 1, index)
         linear.in_features = len(index)
     for table in tables:
@@ -140,8 +174,8 @@ def _move_first_(first: Mapping[str, tuple[str, ...]], old: nn.Module, new: nn.M
             setattr(new.get_submodule(path), attribute, getattr(old.get_submodule(path), attribute))
 
 
-def _positions(kept: Tensor, units: int, width: int) -> Tensor:
-    """Rows or columns of the kept units on an axis of `width`, cut into `units` equal contiguous blocks."""
+def positions(kept: Tensor, units: int, width: int) -> Tensor:
+    """Return rows or columns of the kept units on an axis of `width`, cut into `units` equal contiguous blocks."""
     block = width // units
     return (kept[:, None] * block + torch.arange(block, device="cpu")).flatten()
 

@@ -170,7 +170,7 @@ def test_a_written_recipe_is_in_the_order_of_the_fields(tmp_path):
 def test_defaults():
     assert PruningConfig(sparsity=0.2) == PruningConfig(
         pattern="structured",
-        scorer="ntk",
+        scorer="taylor",
         sparsity=0.2,
         allocation="auto",
         gamma="auto",
@@ -178,7 +178,10 @@ def test_defaults():
         include=None,
         exclude=None,
         round_to=8,
-        calibration=CalibrationConfig("self", 32, None, 4, 0, "train", None, None, None),
+        scorer_options=None,
+        compensation="auto",
+        steps=1,
+        calibration=CalibrationConfig("self", 32, None, 4, 0, "train", None, None, None, "none", 8),
         seed=0,
     )
     assert PruningConfig.quant_method == "optimum_prune"
@@ -237,7 +240,7 @@ def test_a_recipe_quotes_its_n_of_m(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "scorer"), [("structured", "ntk"), ("layers", "block_influence"), ("unstructured", "sparsegpt")]
+    ("pattern", "scorer"), [("structured", "taylor"), ("layers", "block_influence"), ("unstructured", "sparsegpt")]
 )
 def test_the_recommended_scorer_is_written_by_name(pattern, scorer):
     for options in ({}, {"scorer": None}):

@@ -13,22 +13,23 @@ import optimum_prune
 PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
     {"errors", "checks", "registry", "config"},
-    {"allocation", "bounds", "masks", "solvers", "adapters", "scorers"},
+    {"allocation", "bounds", "masks", "objectives", "scales", "solvers", "compensation", "adapters", "scorers"},
     {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"}
-    | {"sparsity", "callbacks", "semi_structured"},
+    | {"sparsity", "callbacks", "semi_structured", "refit", "rescaling", "streams", "scaling", "induction"},
     {
         "pipeline",
         "ranked",
         "structured",
         "depth",
         "masking",
+        "selection",
         "report",
         "measurements",
         "metrics",
         "latency",
         "evaluation",
     }
-    | {"planning"},
+    | {"planning", "comparing"},
     {"integrations"},
     {"pruner"},
     {"commands"},
@@ -38,7 +39,9 @@ PURE = {
     "allocation",
     "bounds",
     "masks",
+    "scales",
     "solvers",
+    "compensation",
     "scorers",
 }  # functions of tensors: no modules, no hooks, no files, no output
 HEAVY = {

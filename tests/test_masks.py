@@ -71,6 +71,30 @@ def test_groups_as_wide_as_a_matrix(n):
     assert torch.equal(n_of_m_mask(scores, n, 128), row_mask(scores, n))
 
 
+def test_scores_that_are_ordered_in_several_parts(monkeypatch):
+    scores = torch.randint(0, 9, (7, 12), generator=torch.Generator().manual_seed(0)).float()
+    whole = row_mask(scores, 5)
+    for chunk in (1, 12, 30, 83):
+        monkeypatch.setattr("optimum_prune.masks.CHUNK", chunk)
+        assert torch.equal(row_mask(scores, 5), whole)
+
+
+def test_scores_stay_as_they_are():
+    scores = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    before = scores.detach().clone()
+    for mask in (row_mask(scores, 3), matrix_mask(scores, 9), global_masks([scores], 9)[0], n_of_m_mask(scores, 2, 4)):
+        assert not mask.requires_grad
+    assert torch.equal(scores, before)
+
+
+def test_a_device_without_numpy_finds_the_same(monkeypatch):
+    """Accelerators order by `kthvalue`."""
+    scores = torch.randint(0, 9, (7, 12), generator=torch.Generator().manual_seed(0)).float()
+    expected = [row_mask(scores, remove) for remove in range(13)]
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    assert all(torch.equal(row_mask(scores, remove), mask) for remove, mask in enumerate(expected))
+
+
 def test_a_transposed_view_is_read_as_it_is_seen():
     """SparseGPT stores weights transposed."""
     scores = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))

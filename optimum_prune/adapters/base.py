@@ -51,6 +51,33 @@ class CoupledGroup:
 
 
 @dataclass(frozen=True)
+class Rescaling:
+    """A place in a block where a scale per channel cancels exactly. All names are relative to the block.
+
+    What comes out of `divided` is divided by the scale. That is undone in the columns of `readers`, or in what comes
+    out of `multiplied`. Nothing else reads either, and nothing lies in between that a positive factor does not pass.
+
+    Attributes:
+        divided: a linear (its rows and bias) or a norm (its weight and bias).
+        readers: all linears that read it.
+        multiplied: a linear or norm whose products with `divided` are all that is read: queries, of keys.
+        head_dim: module attribute with the channels of a head, where more query heads than KV heads share scales.
+        rotated: RoPE turns channels i and i + head_dim / 2 of a head into each other, so they share a scale.
+        relu: activation in between, which has to be a ReLU.
+        norm_first: attribute of the block that is true where its norms stand before the sub-layers. Behind them, what
+            comes out of a norm is the residual stream too.
+    """
+
+    divided: str
+    readers: tuple[str, ...] = ()
+    multiplied: str | None = None
+    head_dim: str | None = None
+    rotated: bool = False
+    relu: str | None = None
+    norm_first: str | None = None
+
+
+@dataclass(frozen=True)
 class Stack:
     """A list of blocks with the same coupled groups, e.g. `model.layers`.
 
@@ -67,6 +94,8 @@ class Stack:
         sublayers: `"attention"` and `"mlp"` -> submodule that can be skipped: where its output is zero, nothing is
             added to the residual stream.
         mask: input of the model that tells the stack's padding, or None where there is no padding.
+        rescalings: of a block. Of a tuple of alternatives, the first whose modules the block has. They say what feeds
+            what, not only what is where: declare them anew for blocks that compute with the same modules otherwise.
     """
 
     path: str
@@ -79,6 +108,7 @@ class Stack:
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sublayers: Mapping[str, str] = field(default_factory=dict)
     mask: str | None = "attention_mask"
+    rescalings: tuple[Rescaling | tuple[Rescaling, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Llama, and everything that is shaped like it."""
 
-from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
+from optimum_prune.adapters.base import Adapter, CoupledGroup, Rescaling, Stack
 
 ATTENTION = CoupledGroup(
     unit="kv_group",
@@ -21,5 +21,21 @@ MLP = CoupledGroup(
     counts={"intermediate_size": "mlp.gate_proj"},
     width_attributes=("mlp.intermediate_size",),
 )
-STACK = Stack("model.layers", (ATTENTION, MLP), sublayers={"attention": "self_attn", "mlp": "mlp"})
+_HEAD = "self_attn.head_dim"
+RESCALINGS = (
+    Rescaling("input_layernorm", readers=ATTENTION.writers),
+    (
+        Rescaling("self_attn.k_norm", multiplied="self_attn.q_norm", rotated=True),  # undoes what comes before it
+        Rescaling("self_attn.k_proj", multiplied="self_attn.q_proj", head_dim=_HEAD, rotated=True),
+    ),
+    Rescaling("self_attn.v_proj", readers=ATTENTION.readers, head_dim=_HEAD),
+    (
+        Rescaling("pre_feedforward_layernorm", readers=MLP.writers),  # Gemma's; its other norm stands behind attention
+        Rescaling("post_attention_layernorm", readers=MLP.writers),
+    ),
+    Rescaling("mlp.up_proj", readers=MLP.readers),
+)
+STACK = Stack(
+    "model.layers", (ATTENTION, MLP), sublayers={"attention": "self_attn", "mlp": "mlp"}, rescalings=RESCALINGS
+)
 ADAPTER = Adapter("llama", stacks=(STACK,))

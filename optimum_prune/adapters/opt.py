@@ -1,6 +1,6 @@
 """OPT: multi-head attention with biases, and an MLP without a gate whose linears sit in the block itself."""
 
-from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
+from optimum_prune.adapters.base import Adapter, CoupledGroup, Rescaling, Stack
 
 ATTENTION = CoupledGroup(
     unit="kv_group",
@@ -21,4 +21,14 @@ MLP = CoupledGroup(
     readers=("fc2",),
     counts={"ffn_dim": "fc1"},
 )
-ADAPTER = Adapter("opt", stacks=(Stack("model.decoder.layers", (ATTENTION, MLP)),))
+ATTENTION_RESCALINGS = (
+    Rescaling("self_attn.k_proj", multiplied="self_attn.q_proj"),
+    Rescaling("self_attn.v_proj", readers=ATTENTION.readers),
+)
+RESCALINGS = (
+    Rescaling("self_attn_layer_norm", readers=ATTENTION.writers, norm_first="do_layer_norm_before"),
+    *ATTENTION_RESCALINGS,
+    Rescaling("final_layer_norm", readers=MLP.writers, norm_first="do_layer_norm_before"),
+    Rescaling("fc1", readers=MLP.readers, relu="activation_fn"),
+)
+ADAPTER = Adapter("opt", stacks=(Stack("model.decoder.layers", (ATTENTION, MLP), rescalings=RESCALINGS),))

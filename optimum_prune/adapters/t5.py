@@ -6,7 +6,7 @@ blocks of a stack keep the same heads of self-attention. Cross-attention has no 
 
 from dataclasses import replace
 
-from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
+from optimum_prune.adapters.base import Adapter, CoupledGroup, Rescaling, Stack
 
 
 def _attention(site: str) -> CoupledGroup:
@@ -44,6 +44,33 @@ def _feed_forward(site: str) -> tuple[CoupledGroup, CoupledGroup]:
     return _mlp(site, "wi_0", "wi_1"), _mlp(site, "wi")
 
 
+def _attention_rescalings(attention: CoupledGroup) -> tuple[Rescaling, ...]:
+    keys, values, queries = attention.writers
+    return (
+        Rescaling(keys, multiplied=queries),
+        Rescaling(values, readers=attention.readers),
+    )
+
+
+def _rescalings(site: str) -> tuple[Rescaling | tuple[Rescaling, ...], ...]:
+    """Declare those of self-attention and of the feed-forward at `site`."""
+    norm, (gated, plain) = f"{site.rpartition('.')[0]}.layer_norm", _feed_forward(site)
+    return (
+        Rescaling("layer.0.layer_norm", readers=SELF_ATTENTION.writers),
+        *_attention_rescalings(SELF_ATTENTION),
+        tuple(Rescaling(norm, readers=mlp.writers) for mlp in (gated, plain)),
+        (
+            Rescaling(f"{site}.wi_1", readers=gated.readers),
+            Rescaling(f"{site}.wi", readers=plain.readers, relu=f"{site}.act"),
+        ),
+    )
+
+
+# The keys and values of cross-attention read the encoder's last norm, in every block: a scale of it is no block's own.
+CROSS_RESCALINGS = (
+    Rescaling("layer.1.layer_norm", readers=(f"{CROSS_ATTENTION.site}.q",)),
+    *_attention_rescalings(CROSS_ATTENTION),
+)
 ENCODER = Stack(
     "encoder.block",
     (replace(SELF_ATTENTION, cached=False), _feed_forward("layer.1.DenseReluDense")),
@@ -51,6 +78,7 @@ ENCODER = Stack(
     layer_sizes="quantization_config",
     depth="num_layers",
     first=FIRST,
+    rescalings=_rescalings("layer.1.DenseReluDense"),
 )
 DECODER = Stack(
     "decoder.block",
@@ -60,5 +88,6 @@ DECODER = Stack(
     depth="num_decoder_layers",
     first=FIRST,
     mask="decoder_attention_mask",
+    rescalings=_rescalings("layer.2.DenseReluDense") + CROSS_RESCALINGS,
 )
 ADAPTER = Adapter("t5", stacks=(ENCODER, DECODER), auto_class="AutoModelForSeq2SeqLM")

@@ -1,4 +1,4 @@
-"""Gradients of a scalar of the logits with respect to the weights, one block at a time.
+"""Gradients of a scalar of the outputs with respect to weights and activations, one block at a time.
 
 A plain backward holds the gradients of all weights at once, which doubles the model. Here the inputs of every block are
 saved in one forward, and the backward recomputes one block at a time, from the last to the first: the peak is the
@@ -6,7 +6,9 @@ weights, one block's gradients and the saved inputs. The operations and their or
 on a CPU the gradients are equal bit for bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers.utils.logging import tqdm
 from optimum_prune.calibration.devices import moved
 from optimum_prune.errors import CalibrationError, UnsupportedModel
 from optimum_prune.modes import frozen
-from optimum_prune.scorers.base import Objective
+from optimum_prune.objectives import IGNORED, Objective, Outputs
 
 HALF_SCALE = 2.0**14
 """On the objective of float16 models, whose smallest gradients would be flushed to zero; divided out again."""
@@ -28,13 +30,46 @@ Place = tuple[int, int]
 """Index of a stack, in the order of the data, and index of a block in it."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What gradients are taken of, and with respect to what.
+
+    Attributes:
+        objective: a scalar of the outputs.
+        weights: (stack, block) -> linears whose weights' gradients are wanted.
+        gates: (stack, block) -> linears for whose inputs x the products `x dL/dx` are wanted.
+    """
+
+    objective: Objective
+    weights: Mapping[Place, Sequence[nn.Linear]] = field(default_factory=dict)
+    gates: Mapping[Place, Sequence[nn.Linear]] = field(default_factory=dict)
+
+    @property
+    def places(self) -> set[Place]:
+        """Blocks of which anything is wanted."""
+        return {*self.weights, *self.gates}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one objective in one block.
+
+    Attributes:
+        weights: linear -> `(d_out, d_in) float32`.
+        gates: linear -> `(N, d_in) float32`: `sum over tokens of x dL/dx` of every sample, or of every picture.
+    """
+
+    weights: dict[nn.Linear, Tensor] = field(default_factory=dict)
+    gates: dict[nn.Linear, Tensor] = field(default_factory=dict)
+
+
 def stream_gradients(
     model: PreTrainedModel,
     stacks: Mapping[str, Sequence[nn.Module]],
-    linears: Mapping[Place, Sequence[nn.Linear]],
     batches: Sequence[Batch],
-    objective: Objective,
-    reduce: Callable[[Place, dict[nn.Linear, Tensor]], None],
+    labels: Sequence[Tensor],
+    wanted: Sequence[Wanted],
+    reduce: Callable[[Place, dict[str, Gradients]], None],
 ) -> None:
     """Hand the gradients of one block after the other to `reduce`, from the last block to the first.
 
@@ -42,27 +77,34 @@ def stream_gradients(
         model: any transformers model whose output has `logits (B, T, V)`; left as it was.
         stacks: path -> the blocks that the hidden states pass through, in the order of the data. Whatever lies
             between two stacks (T5's norm behind the encoder, LLaVA's projector) is found by autograd.
-        linears: (stack, block) -> linears whose weights' gradients are wanted.
         batches: inputs of the model, with an `attention_mask (B, T) int64` of them, or `decoder_attention_mask`.
-        objective: summed over samples; the gradient is divided by the number of samples.
-        reduce: called with a block's place and the gradients `(d_out, d_in) float32` of its linears, under `no_grad`.
+        labels: `(B, T) int64` of each batch, what each position should predict, or `IGNORED`.
+        wanted: one for each objective.
+        reduce: called under `no_grad` with a block's place and its gradients, by name of the objective.
 
     Raises:
         UnsupportedModel: an activation or a gradient is not finite; the block is named.
         CalibrationError: no batch passes through a block that is wanted.
     """
-    samples = sum(len(batch["input_ids"]) for batch in batches)
-    scale = HALF_SCALE if model.dtype == torch.float16 else 1.0
-    lowest = min(linears)
+    half = HALF_SCALE if model.dtype == torch.float16 else 1.0
+    places = set[Place]().union(*(request.places for request in wanted))
+    lowest = min(places)
     blocks, names = {}, {}
     for s, (path, stack) in enumerate(stacks.items()):
         if s >= lowest[0]:  # nothing before it is wanted
             blocks |= {(s, b): block for b, block in enumerate(stack)}
             names |= {(s, b): f"{path}.{b}" for b in range(len(stack))}
+    counts = {
+        "sample": sum(len(batch["input_ids"]) for batch in batches),
+        "token": sum(int((row != IGNORED).sum()) for row in labels),
+    }
     with frozen(model), torch.enable_grad():
-        passes = _forward(model, blocks, names, batches, objective, scale / samples)
-        for place in linears:
-            if not any(place in done.calls for done in passes):
+        passes = [
+            _forward(model, blocks, names, batches, labels, request.objective, half / counts[request.objective.per])
+            for request in wanted
+        ]
+        for place in sorted(places):
+            if not any(place in done.calls for done in passes[0]):
                 raise CalibrationError(
                     f"No calibration sample passes through {names[place]}, so it cannot be scored. A vision tower "
                     "needs samples with images: a dataset with an image column."
@@ -70,12 +112,14 @@ def stream_gradients(
         for place in tqdm(sorted(blocks, reverse=True), desc="Backward", unit="block"):
             if place < lowest:
                 break
-            wanted = linears.get(place, ())
-            gradients = _block_backward(place, blocks[place], passes, wanted, further=place > lowest)
+            found = {}
+            for request, done in zip(wanted, passes, strict=True):
+                gradients = _block_backward(place, blocks[place], done, request, further=place > lowest)
+                _unscale_(gradients, half, names[place])
+                found[request.objective.name] = gradients
             with torch.no_grad():
-                _unscale_(gradients, scale, names[place])
-                reduce(place, gradients)
-            del gradients  # before the next block's come into being
+                reduce(place, found)
+            del found, gradients  # before the next block's come into being
 
 
 class _Call:
@@ -151,6 +195,7 @@ def _forward(
     blocks: Mapping[Place, nn.Module],
     names: Mapping[Place, str],
     batches: Sequence[Batch],
+    labels: Sequence[Tensor],
     objective: Objective,
     scale: float,
 ) -> list[_Pass]:
@@ -173,27 +218,37 @@ def _forward(
             handles.append(block.register_forward_pre_hook(partial(enter, place), with_kwargs=True))
             # Before the hooks of transformers, which collect the hidden states that LLaVA takes from its tower.
             handles.append(block.register_forward_hook(partial(leave, place), prepend=True))
-        for batch in tqdm(batches, desc="Forward", unit="batch"):
+        for batch, wanted in zip(tqdm(batches, desc="Forward", unit="batch"), labels, strict=True):
             passes.append(_Pass())
-            logits = getattr(model(**moved(batch, model), use_cache=False), "logits", None)
-            if logits is None or logits.dim() != 3:
-                raise UnsupportedModel(
-                    f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. "
-                    "Load the model with its language-model head, or choose a scorer that needs no data."
-                )
-            mask = batch.get("decoder_attention_mask", batch["attention_mask"])
-            value = objective(logits, mask.bool().to(logits.device))
+            value = objective.value(_outputs(model, batch, wanted))
             if not torch.isfinite(value):
                 raise UnsupportedModel(
                     f"The output of {_first_not_finite(passes[-1], names)} is not finite on a calibration batch. "
                     "Load the model in bfloat16 or float32, and check that it works on its own."
                 )
             passes[-1].backward([value * scale])
-            del logits, value
+            del value
     finally:
         for handle in handles:
             handle.remove()
     return passes
+
+
+def _outputs(model: PreTrainedModel, batch: Batch, labels: Tensor) -> Outputs:
+    head, states = model.get_output_embeddings(), []
+    handle = head.register_forward_pre_hook(lambda _, args: states.append(args[0])) if head is not None else None
+    try:
+        logits = getattr(model(**moved(batch, model), use_cache=False), "logits", None)
+    finally:
+        if handle is not None:
+            handle.remove()
+    if logits is None or logits.dim() != 3 or not states:
+        raise UnsupportedModel(
+            f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. "
+            "Load the model with its language-model head, or choose a scorer that needs no data."
+        )
+    mask = batch.get("decoder_attention_mask", batch["attention_mask"])
+    return Outputs(logits, states[0], mask.bool().to(logits.device), labels.to(logits.device))
 
 
 def _first_not_finite(done: _Pass, names: Mapping[Place, str]) -> str:
@@ -207,15 +262,17 @@ def _first_not_finite(done: _Pass, names: Mapping[Place, str]) -> str:
 
 
 def _block_backward(
-    place: Place, block: nn.Module, passes: Sequence[_Pass], linears: Sequence[nn.Linear], further: bool
-) -> dict[nn.Linear, Tensor]:
+    place: Place, block: nn.Module, passes: Sequence[_Pass], wanted: Wanted, further: bool
+) -> Gradients:
     """Recompute one block for every batch; hand the gradients of its inputs on where `further` is set."""
+    linears, gated = wanted.weights.get(place, ()), wanted.gates.get(place, ())
     weights = [linear.weight.requires_grad_() for linear in linears]
-    totals: dict[nn.Linear, Tensor] = {}
+    found, gates = Gradients(), {linear: list[Tensor]() for linear in gated}
 
     def take(linear: nn.Linear, gradient: Tensor) -> Tensor:
         # As soon as it is there: autograd.grad holds all gradients until it returns, a second block's worth. It
         # gets a stand-in without memory of its own.
+        totals = found.weights
         totals[linear] = totals[linear].add_(gradient) if linear in totals else gradient.float()
         return gradient.new_zeros(()).expand_as(gradient)
 
@@ -225,14 +282,38 @@ def _block_backward(
             call, upstream = done.calls.pop(place, None), done.upstream.pop(place, None)
             done.outputs.pop(place, None)
             if call is not None and upstream is not None:
-                _call_backward(place, block, done, call, upstream, weights, further)
+                with _inputs(gated) as inputs:
+                    products = _call_backward(place, block, done, call, upstream, weights, inputs, further)
+                for linear, product in products.items():
+                    gates[linear].append(product)
     finally:
         for handle in handles:
             handle.remove()
     for weight in weights:
         weight.requires_grad_(False)
     # A block that nothing depends on (the last one of LLaVA's tower) has no influence on the objective.
-    return {linear: totals.get(linear, torch.zeros_like(linear.weight, dtype=torch.float32)) for linear in linears}
+    for linear in linears:
+        found.weights.setdefault(linear, torch.zeros_like(linear.weight, dtype=torch.float32))
+    for linear, rows in gates.items():
+        nothing = linear.weight.new_zeros((1, linear.weight.shape[1]), dtype=torch.float32)
+        found.gates[linear] = torch.cat(rows) if rows else nothing
+    return found
+
+
+@contextmanager
+def _inputs(linears: Sequence[nn.Linear]) -> Iterator[dict[nn.Linear, Tensor]]:
+    """Collect what linears are given."""
+    given: dict[nn.Linear, Tensor] = {}
+
+    def keep(linear: nn.Module, args: tuple[Tensor, ...]) -> None:
+        given[linear] = args[0]  # pyright: ignore[reportArgumentType]
+
+    handles = [linear.register_forward_pre_hook(keep) for linear in linears]
+    try:
+        yield given
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _call_backward(
@@ -242,16 +323,26 @@ def _call_backward(
     call: _Call,
     upstream: Tensor,
     weights: Sequence[Tensor],
+    inputs: Mapping[nn.Linear, Tensor],
     further: bool,
-) -> None:
+) -> dict[nn.Linear, Tensor]:
+    """Run one batch through a block and back; return the gates, `(B, d_in) float32`, of the linears in `inputs`."""
     leaves = {key: tensor.detach().requires_grad_() for key, tensor in call.outer.items() if further}
-    hidden = call.hidden.detach().requires_grad_(further)
+    hidden = call.hidden.detach().requires_grad_()
     args, kwargs = call.given(leaves | {call.first: hidden})
     output = _hidden(block(*args, **kwargs))
-    inputs = [*([hidden] if further else ()), *leaves.values(), *weights]
-    gradients = torch.autograd.grad(output, inputs, upstream.to(output.device), allow_unused=True)
+    onwards = [*([hidden] if further else ()), *leaves.values()]
+    gradients = torch.autograd.grad(
+        output, [*onwards, *inputs.values(), *weights], upstream.to(output.device), allow_unused=True
+    )
+    gates = {
+        # Some blocks flatten samples and tokens (OPT's MLP).
+        linear: (x.detach().float() * gradient.float()).reshape(len(hidden), -1, x.shape[-1]).sum(dim=1)
+        for (linear, x), gradient in zip(inputs.items(), gradients[len(onwards) :], strict=False)
+        if gradient is not None
+    }
     if not further:
-        return
+        return gates
     for tensor, gradient in zip(call.outer.values(), gradients[1:], strict=False):
         done.hold(tensor, gradient)
     if place[1] > 0:
@@ -259,10 +350,11 @@ def _call_backward(
     else:  # the first block of its stack: what it was given may share a graph with what all others were given
         done.hold(call.hidden, gradients[0])
         done.release()
+    return gates
 
 
-def _unscale_(gradients: Mapping[nn.Linear, Tensor], scale: float, name: str) -> None:
-    for linear, gradient in gradients.items():
+def _unscale_(gradients: Gradients, scale: float, name: str) -> None:
+    for linear, gradient in [*gradients.weights.items(), *gradients.gates.items()]:
         if not torch.isfinite(gradient).all():
             raise UnsupportedModel(
                 f"A gradient of {name} ({tuple(linear.weight.shape)}) is not finite. Load the model in bfloat16 or "

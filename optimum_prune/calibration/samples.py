@@ -1,7 +1,7 @@
 """Calibration samples: what a model reads, and what it should predict."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from optimum_prune.objectives import IGNORED
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,17 @@ class CalibrationData:
             rows = [kind[i] for kind in (self.samples, self.targets, self.images) if kind is not None]
             alike.setdefault(tuple(row.shape for row in rows), []).append(i)
         for indices in alike.values():
-            part = replace(
-                self,
-                samples=[self.samples[i] for i in indices],
-                targets=self.targets and [self.targets[i] for i in indices],
-                images=self.images and [self.images[i] for i in indices],
-            )
-            yield from part.batches(batch_size, pad_token_id=0)
+            yield from self.part(indices).batches(batch_size, pad_token_id=0)
+
+    def part(self, indices: Iterable[int]) -> "CalibrationData":
+        """Return some of the samples, in the order given."""
+        chosen = list(indices)
+        return replace(
+            self,
+            samples=[self.samples[i] for i in chosen],
+            targets=self.targets and [self.targets[i] for i in chosen],
+            images=self.images and [self.images[i] for i in chosen],
+        )
 
     def predicted(self, index: int) -> tuple[Tensor, Tensor]:
         """Say which positions of the model's output predict which tokens.
@@ -116,6 +122,17 @@ class CalibrationData:
             return positions, labels
         words = labels != self.image_token
         return positions[words], labels[words]
+
+    def labels(self, batch_size: int) -> Iterator[Tensor]:
+        """Yield what each position of the output should predict, `(B, T) int64` or `IGNORED`; goes with `batches`."""
+        lengths = [len(row) for row in (self.samples if self.targets is None else self.targets)]
+        for first in range(0, len(lengths), batch_size):
+            rows = range(first, min(first + batch_size, len(lengths)))
+            labels = torch.full((len(rows), max(lengths[row] for row in rows)), IGNORED, device="cpu")
+            for row in rows:
+                positions, wanted = self.predicted(row)
+                labels[row - first, positions] = wanted
+            yield labels
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the samples in plain JSON types, without the samples."""

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optimum_prune import registry
-from optimum_prune.config import CalibrationConfig, PruningConfig, read_recipe
+from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig, read_recipe
 from optimum_prune.errors import PruningError
 
 CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
+INDUCTION = "induction_"  # and of InductionConfig
 LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
 INTERRUPTED = 130  # what shells report of a program that ended by Ctrl-C
 
@@ -62,6 +63,10 @@ def add_configs(parser: argparse.ArgumentParser) -> None:
     """Declare the fields of the configurations."""
     _add_fields(parser.add_argument_group("pruning"), PruningConfig)
     _add_fields(parser.add_argument_group("calibration"), CalibrationConfig, prefix=CALIBRATION)
+    induction = parser.add_argument_group(
+        "induction", "Masks are learned where any of these is given; see --scorer si."
+    )
+    _add_fields(induction, InductionConfig, prefix=INDUCTION)
 
 
 def attempt(
@@ -87,7 +92,11 @@ def read_config(args: argparse.Namespace) -> PruningConfig:
     recipe = read_recipe(args.recipe) if args.recipe else {}
     calibration = CalibrationConfig.from_dict(recipe.get("calibration", {}))
     calibration = replace(calibration, **_given(args, CalibrationConfig, CALIBRATION))
-    return PruningConfig.from_dict({**recipe, **_given(args, PruningConfig), "calibration": calibration})
+    induction = recipe.get("induction")
+    if given := _given(args, InductionConfig, INDUCTION):
+        induction = replace(InductionConfig.from_dict(induction or {}), **given)
+    parts = {"calibration": calibration, "induction": induction}
+    return PruningConfig.from_dict({**recipe, **_given(args, PruningConfig), **parts})
 
 
 def _warn_plainly() -> None:
@@ -100,7 +109,7 @@ def _warn_plainly() -> None:
 
 def _add_fields(group: Any, config: type, prefix: str = "") -> None:
     for option in fields(config):
-        if option.name != "calibration":  # its fields are flags of their own
+        if option.name not in ("calibration", "induction"):  # their fields are flags of their own
             default = "" if option.default is None else f" (default: {option.default})"
             group.add_argument(
                 f"--{prefix}{option.name}".replace("_", "-"),
@@ -113,6 +122,8 @@ def _add_fields(group: Any, config: type, prefix: str = "") -> None:
 def _value(option: Field) -> dict[str, Any]:
     """Translate a field's type into what argparse calls it."""
     kinds = typing.get_args(option.type) or (option.type,)
+    if dict[str, Any] in kinds:
+        return {"nargs": "+", "metavar": "NAME=VALUE", "action": _Options}
     if list[str] in kinds:
         return {"nargs": "+", "metavar": "NAME"}
     if float in kinds:
@@ -120,6 +131,24 @@ def _value(option: Field) -> dict[str, Any]:
     if int in kinds:
         return {"type": int, "metavar": "N"}
     return {"metavar": "NAME"}
+
+
+class _Options(argparse.Action):
+    """Reads `name=value ...`; values as YAML reads them (2, 0.5, true, [2, 98], feature)."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        import yaml  # here, because this module is imported to print help
+
+        options = {}
+        for given in values:
+            name, equals, value = given.partition("=")
+            try:
+                options[name] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                equals = ""
+            if not (name and equals and value):
+                raise argparse.ArgumentError(self, f"expected name=value, got {given!r}")
+        setattr(namespace, self.dest, options)
 
 
 def _number_or_word(text: str) -> float | str:

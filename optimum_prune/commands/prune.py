@@ -8,9 +8,10 @@ from typing import Any
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from optimum_prune.commands.compare import CompareCommand, evaluation_columns
 from optimum_prune.commands.flags import OneLineParser, add_configs, add_model, attempt, loading_options, read_config
 from optimum_prune.commands.plan import PlanCommand
-from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import check_evaluation
 
@@ -49,7 +50,7 @@ class PruneCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo("prune", help="Prune transformers models.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (RunCommand, PlanCommand)
+        for command in (RunCommand, PlanCommand, CompareCommand)
     )
 
     @BaseOptimumCLICommand.subparsers.getter
@@ -74,23 +75,17 @@ def _run(args: argparse.Namespace) -> None:
     loading = loading_options(args)
     # Refuse what cannot be before hours of work, not after.
     if args.evaluate is not None:
-        open_source(CalibrationConfig(args.evaluate, **_columns(config)))
+        open_source(CalibrationConfig(args.evaluate, **evaluation_columns(config)))
     make_plan(load_skeleton(args.model, **loading), config, skeleton=True).check_layout(args.layout)
     pruner = Pruner.from_pretrained(args.model, **loading)
     print(pruner.prune(config))
     try:
         if args.evaluate is not None:
-            pruner.evaluate(args.evaluate, **_columns(config))
+            pruner.evaluate(args.evaluate, **evaluation_columns(config))
             print(pruner.comparison())
     finally:  # an evaluation that fails must not cost the pruned model
         pruner.save_pretrained(args.output, layout=args.layout, storage=args.storage)
         print(f"Saved to {args.output}")
-
-
-def _columns(config: PruningConfig) -> dict[str, Any]:
-    """Return the columns that calibration data is read from: evaluation data of the same kind has them too."""
-    names = ("text_column", "target_column", "image_column")
-    return {name: value for name in names if (value := getattr(config.calibration, name)) is not None}
 
 
 def _check_output(output: Path, model: str) -> None:

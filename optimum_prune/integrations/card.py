@@ -16,7 +16,15 @@ from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
-from optimum_prune.report import WEIGHT, PruningReport, describe_data, describe_gamma, is_hub_id, public
+from optimum_prune.report import (
+    WEIGHT,
+    PruningReport,
+    describe_data,
+    describe_gamma,
+    describe_selection,
+    is_hub_id,
+    public,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +96,7 @@ def model_card(
         n_of_m=report.config["pattern"].split(":") if ":" in report.config["pattern"] else None,
         spread=SPREAD.get(report.allocation),
         calibration_data=report.calibration and describe_data(public(report.calibration)),
+        selection=(found := (report.calibration or {}).get("selection")) and describe_selection(found),
         in_memory=bool(report.calibration) and report.calibration["source"].startswith(IN_MEMORY),
         recipes=(recipes := _recipes(cuts)),
         commands=_commands(base_model or "path/to/the/dense/model", list(recipes)),

@@ -13,7 +13,7 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets
-from optimum_prune.pipeline import FIND_TARGETS, TOLERANCE, difference, image_stack, load_scorer
+from optimum_prune.pipeline import FIND_TARGETS, TOLERANCE, difference, image_stack, load_scorer, needs_data
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
@@ -55,7 +55,7 @@ def make_plan(
     targets = FIND_TARGETS[config.kind](model, config, scorer)
     if not skeleton:
         targets.check(model)
-    if scorer.needs_data:
+    if needs_data(config, scorer):
         check_calibration(
             config.calibration,
             model,

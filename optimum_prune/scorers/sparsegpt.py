@@ -1,7 +1,7 @@
 """SparseGPT: second-order pruning, column by column, in which the weights to the right make up for what goes."""
 
 from optimum_prune.scorers.base import Scorer, no_weights
-from optimum_prune.solvers import sparsegpt
+from optimum_prune.solvers import sparsegpt, sparsegpt_masked
 
 SCORER = Scorer(
     name="sparsegpt",
@@ -9,6 +9,7 @@ SCORER = Scorer(
     patterns=("unstructured", "n:m"),
     inputs="hessian",
     solve=sparsegpt,
+    solve_masked=sparsegpt_masked,
     comparable="matrix",
     scope="matrix",
     reference="SparseGPT: Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1",

@@ -1,8 +1,9 @@
 """Wanda: weights times the norm of what they read."""
 
+import torch
 from torch import Tensor
 
-from optimum_prune.scorers.base import Scorer, Statistics
+from optimum_prune.scorers.base import Scorer, Statistics, Units, columns_per_unit
 
 
 def score(weight: Tensor, statistics: Statistics) -> Tensor:
@@ -19,10 +20,22 @@ def score(weight: Tensor, statistics: Statistics) -> Tensor:
     return weight.float().abs() * statistics.norm
 
 
+def score_units(units: Units) -> Tensor:
+    """Return the sum of `score` over a unit's columns in its readers, `(number,) float32`: `sum_i |W_iu| ||a_u||`.
+
+    An extension of ours (METHODS.md 5); what the unit itself reads plays no part.
+    """
+    scores = torch.zeros(units.number, device=units.readers[0].weight.device)
+    for reader in units.readers:
+        scores = scores + columns_per_unit(score(reader.weight, reader.statistics).sum(dim=0), units.number)
+    return scores
+
+
 SCORER = Scorer(
     name="wanda",
     score=score,
-    patterns=("unstructured", "n:m"),
+    score_units=score_units,
+    patterns=("structured", "unstructured", "n:m"),
     inputs="norm",
     comparable="matrix",
     scope="row",

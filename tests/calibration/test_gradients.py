@@ -14,10 +14,11 @@ from transformers import AutoModelForSequenceClassification, LlamaModel
 
 from optimum_prune.binding import adapter_for, bind, stacks
 from optimum_prune.calibration.data import CalibrationData
-from optimum_prune.calibration.gradients import HALF_SCALE, stream_gradients
+from optimum_prune.calibration.gradients import HALF_SCALE, Gradients, Wanted, stream_gradients
 from optimum_prune.errors import CalibrationError, UnsupportedModel
+from optimum_prune.objectives import LOSS, NTK as LARGEST
+from optimum_prune.objectives import Objective, Outputs
 from optimum_prune.scorers.ntk import SCORER as NTK
-from optimum_prune.scorers.ntk import objective as ntk
 from optimum_prune.scoring import score_groups
 from tests.models import VARIANTS, inputs, llama, llava, mistral, tokens
 
@@ -28,6 +29,22 @@ def loss(logits, mask):
     """A second objective, to which padding is a zero weight: log-likelihoods of fixed words."""
     targets = torch.arange(logits.shape[1], device=logits.device) % logits.shape[2]
     return (logits.float().log_softmax(-1)[..., targets].diagonal(dim1=1, dim2=2) * mask).sum()
+
+
+def ntk(logits, mask):
+    return LARGEST.value(Outputs(logits, logits, mask, mask.long()))
+
+
+def stream(model, stacks, linears, batches, objective, reduce) -> None:
+    """Stream the gradients of one objective of logits and mask, with respect to weights alone."""
+    asked = Objective("asked", lambda outputs: objective(outputs.logits, outputs.mask))
+
+    def reduce_weights(place, found: dict[str, Gradients]):
+        assert not found["asked"].gates
+        reduce(place, found["asked"].weights)
+
+    labels = [batch.get("decoder_input_ids", batch["input_ids"]) for batch in batches]
+    stream_gradients(model, stacks, batches, labels, [Wanted(asked, linears)], reduce_weights)
 
 
 def batches_of(batch_size, lengths=LENGTHS, pad=0) -> list[dict[str, torch.Tensor]]:
@@ -59,7 +76,7 @@ def streamed(model, batches, objective=ntk, layers=None) -> dict[nn.Linear, torc
         gradients.update(of_block)
 
     linears = linears_of(model, layers)
-    stream_gradients(model, stacks_of(model), linears, batches, objective, reduce)
+    stream(model, stacks_of(model), linears, batches, objective, reduce)
     assert order == sorted((place for place in linears_of(model) if place >= min(linears)), reverse=True)
     assert gradients.keys() == {linear for of_block in linears.values() for linear in of_block}
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
@@ -187,7 +204,7 @@ class TestEveryArchitecture:
             places.append(place)
             got.update(gradients)
 
-        stream_gradients(model, stacks_of(model), later, batches_for(model), ntk, reduce)
+        stream(model, stacks_of(model), later, batches_for(model), ntk, reduce)
         assert places == sorted(later, reverse=True)
         for linear, expected in plain(model, batches_for(model)):
             if linear in got:
@@ -215,11 +232,73 @@ class TestEveryArchitecture:
             streamed(model, batches_of(2))
 
 
+class TestGates:
+    """Products of an input with the gradient of the loss to it, summed over the tokens of a sample."""
+
+    @staticmethod
+    def streamed_gates(model, batches, labels):
+        readers = {
+            place: [linear for group in bind(model) for linear in group.readers if linear in {*block.modules()}]
+            for place, block in (
+                ((s, b), block) for s, stack in enumerate(stacks_of(model).values()) for b, block in enumerate(stack)
+            )
+        }
+        found: dict[nn.Linear, torch.Tensor] = {}
+
+        def reduce(place, gradients: dict[str, Gradients]):
+            assert not gradients["loss"].weights
+            found.update(gradients["loss"].gates)
+
+        stream_gradients(model, stacks_of(model), batches, labels, [Wanted(LOSS, gates=readers)], reduce)
+        return found
+
+    @staticmethod
+    def plain_gates(model, batches, labels):
+        """Leaves put in front of the readers, one whole backward."""
+        readers = [linear for group in bind(model) for linear in group.readers]
+        totals: dict[nn.Linear, list[torch.Tensor]] = {linear: [] for linear in readers}
+        count = sum(int((row != -100).sum()) for row in labels)
+        for batch, row in zip(batches, labels, strict=True):
+            given: dict[nn.Linear, torch.Tensor] = {}
+
+            def keep(linear, args, given=given):
+                args[0].retain_grad()
+                given[linear] = args[0]
+
+            handles = [linear.register_forward_pre_hook(keep) for linear in readers]
+            logits = model(**batch, use_cache=False).logits
+            (nn.functional.cross_entropy(logits.flatten(0, 1), row.flatten(), reduction="sum") / count).backward()
+            for handle in handles:
+                handle.remove()
+            for linear, x in given.items():
+                if x.grad is not None:
+                    rows = len(x) if x.dim() == 3 else len(batch["input_ids"])  # OPT's MLP flattens
+                    totals[linear].append((x.detach() * x.grad).reshape(rows, -1, x.shape[-1]).sum(dim=1))
+        return totals
+
+    @pytest.mark.parametrize("name", VARIANTS)
+    def test_equal_a_plain_backward(self, name):
+        model = VARIANTS[name]().float()
+        batches = batches_for(model)
+        labels = []
+        for batch in batches:
+            ids = batch.get("decoder_input_ids", batch["input_ids"])
+            mask = batch.get("decoder_attention_mask", batch["attention_mask"])
+            labels.append(torch.where(mask.bool(), ids % 7, -100))
+        got = self.streamed_gates(model, batches, labels)
+        for linear, expected in self.plain_gates(model, batches, labels).items():
+            if expected:
+                rows = torch.cat(expected)
+                torch.testing.assert_close(got[linear], rows, rtol=1e-4, atol=1e-5 * rows.abs().max().item())
+            else:
+                assert not got[linear].any()
+
+
 class TestPaddingAndBatches:
     def scores(self, model, batch_size, lengths):
         samples = [tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
         data = CalibrationData(samples, 12, "test")
-        return score_groups(model, bind(model), NTK, data=data, batch_size=batch_size)
+        return list(score_groups(model, bind(model), [NTK], data=data, batch_size=batch_size)[0].values())
 
     @pytest.mark.parametrize("lengths", [(12,) * 8, (12, 5, 9, 12, 1, 3, 7, 8)], ids=["full", "padded"])
     def test_micro_batches_of_any_size_give_the_same_scores(self, lengths):
@@ -306,7 +385,7 @@ class TestLeavesTheModelAsItWas:
 
         before = self.state(model)
         with pytest.raises(ValueError, match="2"):
-            stream_gradients(model, stacks_of(model), linears_of(model), batches_of(2), ntk, reduce)
+            stream(model, stacks_of(model), linears_of(model), batches_of(2), ntk, reduce)
         assert self.state(model) == before
 
 
@@ -344,7 +423,7 @@ class TestRefuses:
         blocks = getattr(model, "model", model).layers
         linears = {(0, 0): [blocks[0].mlp.up_proj]}
         with pytest.raises(UnsupportedModel, match=r"gives no logits \(batch, tokens, vocabulary\)"):
-            stream_gradients(model, {"layers": blocks}, linears, batches_of(2), ntk, lambda *_: None)
+            stream(model, {"layers": blocks}, linears, batches_of(2), ntk, lambda *_: None)
 
 
 class WeightSized(TorchDispatchMode):
@@ -384,5 +463,5 @@ def test_holds_one_blocks_gradients_at_a_time(dtype):
         list(plain(model, batches[:1]))
     assert whole.peak >= 5 * 7  # what there is to save, and that the counter counts
     with WeightSized(model) as one:
-        stream_gradients(model, stacks_of(model), linears_of(model), batches, ntk, lambda *_: None)
+        stream(model, stacks_of(model), linears_of(model), batches, ntk, lambda *_: None)
     assert one.peak <= 7 + 1  # a block's seven, and the one that is being added or looked at

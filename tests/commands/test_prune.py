@@ -107,7 +107,7 @@ def test_command_is_installed_as_it_is_written():
         ),
         ("--sparsity 0.9 --pattern 2:4", "sparsity=0.9 conflicts with pattern '2:4'"),
         ("--sparsity {'*.mlp':0.5}", "argument --sparsity: invalid float value: "),
-        ("--scorer wanda --sparsity 0.2", "scorer 'wanda' ranks for pattern 'unstructured', 'n:m' and cannot choose "),
+        ("--scorer admm --sparsity 0.2", "scorer 'admm' ranks for pattern 'unstructured', 'n:m' and cannot choose "),
         ("--pattern 2:4 --scorer wanda --sparsity 0.6", "leave sparsity out."),
         ("--pattern 2:5 --scorer wanda", "has 32 inputs, which do not fall into groups of 5."),
         ("--sparsity 0.2 --scorer magnitud", "Unknown scorer 'magnitud'; supported: "),
@@ -397,7 +397,7 @@ def test_the_whole_way(finished):
 def test_what_is_printed(finished):
     done, folder = finished
     for line in (
-        r"^structured, ntk, .*: asked 30.0%, achieved \d+\.\d% of the targeted weights$",
+        r"^structured, taylor, .*: asked 30.0%, achieved \d+\.\d% of the targeted weights$",
         r"^ +dense +pruned +ratio$",
         r"^perplexity +\d.*x$",
         r"^KL\(dense \|\| pruned\) +\d",

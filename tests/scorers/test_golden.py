@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
-from optimum_prune import registry
+from optimum_prune import objectives, registry
 from optimum_prune.binding import bind
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.errors import UnsupportedModel
+from optimum_prune.objectives import IGNORED, NTK, Objective, Outputs
 from optimum_prune.scorers import ntk
-from optimum_prune.scorers.base import Scorer, Statistics, unit_scores
+from optimum_prune.scorers.base import Scorer, Statistics, no_weights, unit_scores
 from optimum_prune.scoring import score_groups
 from tests.models import llama, tokens
 
@@ -105,8 +106,9 @@ def linears_of(model):
 def test_unit_scores_equal_plain_loops(name, loops, batch_size):
     model, scorer = small_llama(), registry.load("scorers", name)
     data = CalibrationData(SAMPLES, 6, "test")
-    got = score_groups(model, bind(model), scorer, data=data, batch_size=batch_size)
-    for scores, expected in zip(got, loops(model), strict=True):
+    (got,) = score_groups(model, bind(model), [scorer], data=data, batch_size=batch_size)
+    for group, expected in zip(bind(model), loops(model), strict=True):
+        scores = got[group.name]
         assert min(expected) > 0
         torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-4, atol=0)
 
@@ -122,8 +124,8 @@ def test_gradients_equal_finite_differences():
 
     data = CalibrationData(SAMPLES, 6, "test")
     gradients = {}
-    scorer = Scorer("probe", lambda w, s: gradients.setdefault(w, s.gradient).abs(), "", objective=ntk.objective)
-    score_groups(model, bind(model), scorer, data=data, batch_size=2)
+    scorer = Scorer("probe", lambda w, s: gradients.setdefault(w, s.gradients["ntk"]).abs(), "", objectives=(NTK,))
+    score_groups(model, bind(model), [scorer], data=data, batch_size=2)
     for linear in linears_of(model):
         gradient, weight = gradients[linear.weight], linear.weight.data
         i, j = divmod(int(gradient.abs().argmax()), gradient.shape[1])
@@ -136,29 +138,17 @@ def test_gradients_equal_finite_differences():
         assert (above - below).item() / (2 * step) == pytest.approx(gradient[i, j].item(), rel=2e-2)
 
 
-class TestNtkObjective:
-    def test_by_hand(self):
-        logits = torch.tensor([[[1.0, 5.0], [3.0, 2.0]], [[-4.0, 0.0], [9.0, 9.0]]])
-        mask = torch.tensor([[True, True], [True, False]])
-        assert ntk.objective(logits, mask) == (3 + 5) / 2 + (-4 + 0) / 2
-        assert ntk.objective(logits, mask.new_ones(2, 2)) == (3 + 5) / 2 + (9 + 9) / 2
-
-    def test_half_precision_is_summed_in_float32(self):
-        logits = torch.full((64, 2, 5000), 300.0, dtype=torch.float16)
-        assert ntk.objective(logits, torch.ones(64, 2, dtype=torch.bool)) == 64 * 300.0
-
-
 def test_the_sign_survives_until_all_samples_are_in():
     """Two samples of opposite gradients cancel: |sum|, not the sum of the absolute values."""
     model = small_llama()
 
-    def objective(logits, mask):
-        return sum((-1.0) ** i * sample.sum() for i, sample in enumerate(logits)) + 0 * logits.sum()
+    def value(outputs):
+        return sum((-1.0) ** i * sample.sum() for i, sample in enumerate(outputs.logits)) + 0 * outputs.logits.sum()
 
     data = CalibrationData([SAMPLES[0]] * 2, 6, "test")
-    scorer = Scorer("probe", ntk.score, "", objective=objective)
-    for scores in score_groups(model, bind(model), scorer, data=data, batch_size=2):
-        assert scores.abs().max() < 1e-4
+    scorer = Scorer("probe", ntk.score, "", objectives=(Objective("ntk", value),))
+    (found,) = score_groups(model, bind(model), [scorer], data=data, batch_size=2)
+    assert all(scores.abs().max() < 1e-4 for scores in found.values())
 
 
 def test_unit_scores_sums_rows_of_writers_and_columns_of_readers():
@@ -172,10 +162,12 @@ def test_unit_scores_sums_rows_of_writers_and_columns_of_readers():
 class TestContract:
     @staticmethod
     def call(scorer, weight, seed=0):
-        gradient = None
-        if scorer.objective is not None:
-            gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(7))
-        return scorer.score(weight, Statistics(torch.Generator().manual_seed(seed), gradient))
+        if scorer.score is no_weights:
+            pytest.skip("scores units, not weights")
+        generator = torch.Generator().manual_seed(7)
+        gradients = {o.name: torch.randn(weight.shape, generator=generator, device="cpu") for o in scorer.objectives}
+        norm = torch.rand(weight.shape[1], generator=generator, device="cpu")
+        return scorer.score(weight, Statistics(torch.Generator().manual_seed(seed), gradients, norm=norm))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
     @pytest.mark.parametrize("shape", [(5, 8), (1, 1)])
@@ -198,44 +190,46 @@ class TestContract:
         weight = torch.randn(4, 4)
         expected = self.call(scorer, weight)
         with torch.device("meta"):
-            gradient = (
-                None
-                if scorer.objective is None
-                else torch.randn((4, 4), generator=torch.Generator().manual_seed(7), device="cpu")
-            )
-            assert torch.equal(scorer.score(weight, Statistics(torch.Generator().manual_seed(0), gradient)), expected)
-
-    def test_objective_is_a_sum_over_samples_that_does_not_see_padding(self, scorer):
-        if scorer.objective is None:
-            return
-        logits = torch.randn(3, 5, 7, requires_grad=True)
-        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).bool()
-        value = scorer.objective(logits, mask)
-        assert value.shape == () and value.dtype == torch.float32
-        alone = [scorer.objective(x[None, m], m[None, m]) for x, m in zip(logits, mask, strict=True)]
-        torch.testing.assert_close(value, torch.stack(alone).sum())
-        (gradient,) = torch.autograd.grad(value, logits)
-        assert not gradient[~mask].any() and gradient[mask].any()
+            assert torch.equal(self.call(scorer, weight), expected)
 
     def test_facts(self, scorer):
         assert registry.load("scorers", scorer.name) is scorer
         assert scorer.reference
         assert scorer.allocation in ("uniform", "global", "gamma")
         assert scorer.comparable == "model" or scorer.allocation == "uniform"
-        assert scorer.seq_len is None or scorer.objective is not None  # without data no length means anything
+        assert scorer.seq_len is None or scorer.needs_data  # without data no length means anything
 
     def test_scores_of_units(self, scorer):
         model = small_llama()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        data = CalibrationData(SAMPLES, 6, "test") if scorer.objective else None
-        first, again = (score_groups(model, bind(model), scorer, data=data, seed=3) for _ in range(2))
-        for group, scores, same in zip(bind(model), first, again, strict=True):
-            assert (scores.shape, scores.dtype) == ((group.num_units,), torch.float32)
+        data = CalibrationData(SAMPLES, 6, "test") if scorer.needs_data else None
+        (first,), (again,) = (score_groups(model, bind(model), [scorer], data=data, seed=3) for _ in range(2))
+        for group in bind(model):
+            scores = first[group.name]
+            assert scores.shape[:1] == (group.num_units,) and scores.dtype == torch.float32
+            assert (scores.dim() == 1) or scorer.combine is not None
             assert scores.device.type == "cpu" and not scores.requires_grad
-            assert (scores >= 0).all() and torch.equal(scores, same)
+            assert (scores >= 0).all() and torch.equal(scores, again[group.name])
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
-    def test_units_of_zeros_are_worth_nothing(self, scorer):
+    def test_the_batch_size_changes_nothing(self, scorer):
+        model = small_llama()
+        data = CalibrationData(SAMPLES, 6, "test") if scorer.needs_data else None
+        (alone,), (together,) = (
+            score_groups(model, bind(model), [scorer], data=data, batch_size=size) for size in (1, 4)
+        )
+        for name, scores in alone.items():
+            torch.testing.assert_close(scores, together[name], rtol=1e-3, atol=1e-7)
+
+    def test_beside_others_it_gives_the_same(self, scorer):
+        """One pass for several scorers, which share what they look at."""
+        model, data = small_llama(), CalibrationData(SAMPLES, 6, "test")
+        together = dict(zip(SCORERS, score_groups(model, bind(model), SCORERS, data=data), strict=True))[scorer]
+        (alone,) = score_groups(model, bind(model), [scorer], data=data)
+        for name, scores in alone.items():
+            torch.testing.assert_close(together[name], scores, rtol=1e-5, atol=1e-9)
+
+    def test_units_of_zeros_are_worth_least(self, scorer):
         if scorer.name == "random":
             return
         model = small_llama()
@@ -243,19 +237,40 @@ class TestContract:
         for linear in mlp.writers:
             linear.weight.data[3] = 0
         mlp.readers[0].weight.data[:, 3] = 0
-        data = CalibrationData(SAMPLES, 6, "test") if scorer.objective else None
-        scores = score_groups(model, [mlp], scorer, data=data)[0]
-        assert scores[3] == 0 and (scores > 0).sum() == CHANNELS - 1
+        data = CalibrationData(SAMPLES, 6, "test") if scorer.needs_data else None
+        (found,) = score_groups(model, [mlp], [scorer], data=data)
+        scores = found[mlp.name].view(CHANNELS, -1)
+        assert not scores[3].any() and (scores > 0).sum() == (CHANNELS - 1) * scores.shape[1]
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [objectives.NTK, objectives.MEAN_LOGIT, objectives.LOGSUMEXP, objectives.LOSS, objectives.ENERGY],
+    ids=lambda o: o.name,
+)
+def test_objective_is_a_sum_over_samples_that_does_not_see_padding(objective):
+    logits, states = torch.randn(3, 5, 7, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).bool()
+    labels = torch.where(mask, torch.arange(5) % 7, IGNORED)
+
+    value = objective.value(Outputs(logits, states, mask, labels))
+    assert value.shape == () and value.dtype == torch.float32
+    rows = zip(logits, states, mask, labels, strict=True)
+    alone = [objective.value(Outputs(x[None, m], s[None, m], m[None, m], y[None, m])) for x, s, m, y in rows]
+    torch.testing.assert_close(value, torch.stack(alone).sum())
+    source = states if objective is objectives.ENERGY else logits
+    (gradient,) = torch.autograd.grad(value, source)
+    assert not gradient[~mask].any() and gradient[mask].any()
 
 
 def test_random_follows_its_seed():
     model, scorer = small_llama(), registry.load("scorers", "random")
-    one, other = (score_groups(model, bind(model), scorer, seed=seed) for seed in (0, 1))
-    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    (one,), (other,) = (score_groups(model, bind(model), [scorer], seed=seed) for seed in (0, 1))
+    assert not any(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_scores_that_are_no_numbers_are_refused_by_name():
     model = small_llama()
     scorer = Scorer("broken", lambda weight, statistics: weight.float() / 0, "")
     with pytest.raises(UnsupportedModel, match=r"broken scores of model\.layers\.0\.self_attn are not finite"):
-        score_groups(model, bind(model), scorer)
+        score_groups(model, bind(model), [scorer])

@@ -36,21 +36,21 @@ def test_plain_loops(dtype):
 
 
 def test_which_scorers_make_zeros():
-    assert [scorer.name for scorer in ZEROS] == ["admm", "magnitude", "random", "sparsegpt", "wanda"]
+    assert [scorer.name for scorer in ZEROS] == ["admm", "afr", "magnitude", "random", "si", "sparsegpt", "wanda"]
 
 
 @pytest.mark.parametrize("scorer", ZEROS, ids=lambda scorer: scorer.name)
 class TestFacts:
     def test_patterns(self, scorer: Scorer):
         assert "n:m" in scorer.patterns and scorer.reference
-        assert scorer.needs_data == (scorer.name in ("admm", "sparsegpt", "wanda"))
+        assert scorer.needs_data == (scorer.name not in ("magnitude", "random"))
 
     def test_where_it_ranks(self, scorer: Scorer):
         """Where nothing is asked, it ranks no wider than its scores mean something."""
         order = ["row", "matrix", "model"]
         assert order.index(scorer.scope) <= order.index(scorer.comparable)
-        assert scorer.comparable != "model" or scorer.inputs is None
-        assert (scorer.name in ("wanda", "admm")) == (scorer.scope == "row")
+        assert scorer.comparable != "model" or scorer.inputs is None or scorer.name == "afr"  # z-scores
+        assert (scorer.name in ("wanda", "admm", "si")) == (scorer.scope == "row")
 
     def test_one_that_solves_has_no_scores(self, scorer: Scorer):
         assert (scorer.solve is not None) == (scorer.inputs == "hessian")

@@ -6,6 +6,7 @@ Imports nothing of this project: it runs in an environment of its own (requireme
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -42,7 +43,16 @@ def main(model_path: str, tokens: str, output: str, method: str, pattern: str) -
     )
     seconds = time.perf_counter() - start
     model.save_pretrained(output)
-    print(json.dumps({"seconds": seconds}))
+    print(json.dumps({"seconds": seconds, "peak": _peak()}))
+
+
+def _peak() -> float:
+    """Return the peak of this process's resident memory, in MB.
+
+    Not `ru_maxrss`: of a child process, that begins with the parent's own peak.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 if __name__ == "__main__":

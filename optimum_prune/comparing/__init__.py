@@ -1,0 +1,1 @@
+"""Several ways to prune one model, measured side by side."""

@@ -1,0 +1,84 @@
+"""The picture of a comparison: perplexity over sparsity, or bars where there is one sparsity alone."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from optimum_prune.comparing.results import DENSE, Comparison, Row
+
+WIDE = 10
+"""Ratio of the largest to the smallest value from which on the axis is logarithmic."""
+MARKERS = "os^vDPX<>*"
+
+
+def picture(comparison: Comparison) -> bytes:
+    """Return a PNG."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps a state for the whole process
+
+    measure = comparison.measure
+    dense = getattr(comparison.dense, measure)
+    rows = [row for row in comparison.ranking if math.isfinite(getattr(row, measure))]
+    lines = len({row.asked for row in rows}) > 1
+    settings = len({row.setting for row in rows})
+    figure = Figure(figsize=(8, 4.8 if lines else 1.4 + 0.42 * max(settings, 2)), dpi=144, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    (_lines if lines else _bars)(axes, rows, dense, measure)
+    values = [dense, *(getattr(row, measure) for row in rows)]
+    if min(values) > 0 and max(values) / min(values) > WIDE:
+        _logarithmic(axes.yaxis if lines else axes.xaxis, (axes.set_yscale if lines else axes.set_xscale))
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return target.getvalue()
+
+
+def _lines(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
+    """Draw a line for every setting, named in a legend in the order of their right ends."""
+    axes.axhline(dense, color="0.35", linestyle=":", label=DENSE)
+    names = list(dict.fromkeys(row.setting for row in rows))
+    own = {name: [row for row in rows if row.setting == name] for name in names}
+    for i, name in enumerate(names):
+        x, y = [row.asked for row in own[name]], [getattr(row, measure) for row in own[name]]
+        # Ten colours; after them the next marker, and dashes.
+        style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "linestyle": "-" if i < 10 else "--"}
+        axes.plot(x, y, label=name, linewidth=1.6, markersize=5, **style)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    axes.set_xticks(sorted({row.asked for row in rows}))
+    axes.set_xlabel("sparsity asked")
+    axes.set_ylabel(f"{measure} (lower is better)")
+    axes.grid(axis="y", which="both", color="0.9", linewidth=0.6)
+    handles, labels = axes.get_legend_handles_labels()
+    ends = {name: (own[name][-1].asked, getattr(own[name][-1], measure)) for name in names} | {DENSE: (-1.0, -1.0)}
+    order = sorted(range(len(labels)), key=lambda i: ends[labels[i]], reverse=True)
+    axes.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def _bars(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
+    """Draw a bar for every setting, the best on top, with its number."""
+    values = [getattr(row, measure) for row in rows]
+    bars = axes.barh([row.setting for row in rows], values, color="C0", alpha=0.7, height=0.65)
+    axes.bar_label(bars, [f" {value:,.4g}" for value in values], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(dense, color="black", linestyle=":")
+    over = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 8}
+    axes.text(dense, 1.01, f"{DENSE} {dense:,.4g}", **over)
+    axes.margins(x=0.12)
+    asked = f" at a sparsity of {rows[0].asked:.4g}" if rows else ""
+    axes.set_xlabel(f"{measure}{asked} (lower is better)")
+
+
+def _logarithmic(axis: Any, set_scale: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    set_scale("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))  # a reader of 30 and 300 need not read powers of ten
+    axis.set_minor_formatter(NullFormatter())
