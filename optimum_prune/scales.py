@@ -22,10 +22,10 @@ def metric(weight: Tensor, root: Tensor, theta: Tensor) -> Tensor:
 def soft_mask(weight: Tensor, root: Tensor, theta: Tensor, mask: Tensor, pool: int, temperature: float) -> Tensor:
     """Return `sigmoid((log metric - log threshold) / temperature)`, `(d_out, d_in) float32`, differentiable in theta.
 
-    The threshold lies half-way between the lowest score kept and the highest removed. As scores change, it moves so that
-    as much is kept as before: a score that rises pushes out others, most of all those next to the threshold. (With a
-    fixed threshold every scale would gain by rising; with one that follows the two scores next to it, the gradients of
-    a whole row would fall on these two.) In logarithms, no scale that all inputs have in common changes anything.
+    The threshold lies half-way between the lowest score kept and the highest removed. As scores change, it moves so
+    that as much is kept as before: a score that rises pushes out others, most of all those next to the threshold. (With
+    a fixed threshold every scale would gain by rising; with one that follows the two scores next to it, the gradients
+    of a whole row would fall on these two.) In logarithms, no scale that all inputs have in common changes anything.
 
     Args:
         weight: `(d_out, d_in)`.

@@ -4,6 +4,7 @@
 import copy
 import json
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,18 +17,17 @@ from optimum_prune.calibration.samples import CalibrationData
 from optimum_prune.config import InductionConfig
 from optimum_prune.errors import CalibrationError, InvalidConfig, PruningError
 from optimum_prune.induction import Gain, split
-from optimum_prune.layerwise import Call
+from optimum_prune.layerwise import Batch, Call
 from optimum_prune.masking import find_mask_targets
 from optimum_prune.masks import n_of_m_mask, removed_of, row_mask
 from optimum_prune.pipeline import load_scorer, prune
 from optimum_prune.report import PruningReport
 from optimum_prune.scales import soft_mask
 from optimum_prune.scaling import Candidate, Passes, Shared, output, train_
-from optimum_prune.scorers.base import Scorer
 from optimum_prune.solvers import sparsegpt, sparsegpt_masked
 from tests import lab
 from tests.lab.text import WINDOW
-from tests.models import VARIANTS, inputs, llama, llava, opt, source, t5, tokens
+from tests.models import VARIANTS, inputs, llama, llava, opt, source, t5
 from tests.zeroed import bits, excluded, for_model, linears_of, removed, targeted
 
 SAMPLES = 16
@@ -49,7 +49,7 @@ def data_of(model, config: PruningConfig) -> CalibrationData:
     return load_samples(config.calibration, model)
 
 
-def held_out_of(model, config: PruningConfig) -> list[dict[str, Tensor]]:
+def held_out_of(model, config: PruningConfig) -> list[Batch]:
     sequences = split(data_of(model, config), config.induction, config.seed)
     return sequences.batches[sequences.training :]
 
@@ -172,15 +172,23 @@ def alone(model, pool: int | None = None) -> tuple[Shared, Passes]:
     return Shared({"gate": member}, weights, biases, torch.rand(width) + 0.5, torch.randn(width)), passes
 
 
+@pytest.fixture
+def learned_wins(monkeypatch):
+    """Every loss is lower than the one before, so that the learned masks stay."""
+    losses = count(1e6, -1)
+    monkeypatch.setattr(Passes, "loss", lambda _: next(losses))
+
+
+@pytest.mark.usefixtures("learned_wins")
 class TestMasks:
-    @pytest.mark.parametrize("scorer", INDUCED)
-    @pytest.mark.parametrize("allocation", ["row", "matrix"])
+    @pytest.mark.parametrize(
+        ("scorer", "allocation"),
+        [("magnitude", "row"), ("magnitude", "matrix"), ("wanda", "row"), ("wanda", "matrix"), ("sparsegpt", "auto")],
+    )
     def test_exact_counts(self, scorer, allocation):
-        if scorer == "sparsegpt":
-            allocation = "auto"
         model = llama()
         report = prune(model, induced(model, scorer, "unstructured", sparsity=0.3, allocation=allocation))
-        assert any(row["kept"] for row in report.induction)
+        assert all(row["kept"] for row in report.induction)
         for linear in linears_of(model).values():
             rows, width = linear.weight.shape
             if allocation == "row":
@@ -188,14 +196,14 @@ class TestMasks:
             elif allocation == "matrix":
                 assert removed(linear) == removed_of(rows * width, 0.3)
             else:
-                assert removed(linear) == pytest.approx(rows * width * 0.3, abs=rows)
+                assert removed(linear) == removed_of(rows * width, 0.3)
 
     @pytest.mark.parametrize("scorer", INDUCED)
     @pytest.mark.parametrize(("pattern", "n", "m"), [("2:4", 2, 4), ("1:8", 1, 8)])
     def test_n_of_m(self, scorer, pattern, n, m):
         model = llama()
-        report = prune(model, induced(model, scorer, pattern))
-        assert any(row["kept"] for row in report.induction)
+        report = prune(model, induced(model, scorer, pattern, sparsity=None))
+        assert all(row["kept"] for row in report.induction)
         for linear in linears_of(model).values():
             assert ((linear.weight.unflatten(1, (-1, m)) == 0).sum(dim=2) == n).all()
 
@@ -355,11 +363,10 @@ class TestWhatIsLeft:
     def test_an_interruption_is_named(self, monkeypatch, after):
         model = llama()
         wanted = {name: p.requires_grad for name, p in model.named_parameters()}
-        real, count = Passes.gradients, [0]
+        real, calls = Passes.gradients, count(1)
 
         def gradients(*args):
-            count[0] += 1
-            if count[0] == after:
+            if next(calls) == after:
                 raise KeyboardInterrupt
             return real(*args)
 
@@ -402,7 +409,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"scorer": "admm"}, "induction has no meaning with scorer 'admm'.*'magnitude', 'wanda', 'sparsegpt', 'si'"),
+            (
+                {"scorer": "admm"},
+                "induction has no meaning with scorer 'admm'.*'magnitude', 'wanda', 'sparsegpt', 'si'",
+            ),
             ({"scorer": "random"}, "induction has no meaning with scorer 'random'"),
             ({"pattern": "structured"}, "induction=.* has no meaning with pattern 'structured'"),
             ({"pattern": "layers", "scorer": "random"}, "induction=.* has no meaning with pattern 'layers'"),
@@ -424,7 +434,7 @@ class TestRefusals:
         model = llama()
         before = bits(model)
         data = CalibrationConfig(source(model, 1), num_samples=1, seq_len=12)
-        with pytest.raises(CalibrationError, match="holds out others; .* gives 1"):
+        with pytest.raises(CalibrationError, match=r"holds out others; .* gives 1"):
             prune(model, induced(model, calibration=data))
         assert bits(model) == before
 
@@ -439,7 +449,9 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "t5"])
-@pytest.mark.parametrize("options", [{"pattern": "unstructured", "sparsity": 0.5}, {"pattern": "2:4"}], ids=["50 %", "2:4"])
+@pytest.mark.parametrize(
+    "options", [{"pattern": "unstructured", "sparsity": 0.5}, {"pattern": "2:4"}], ids=["50 %", "2:4"]
+)
 def test_a_trained_model_is_nearer_to_itself_with_learned_masks(name, options):
     """The claim of the method: the perplexity on text that nothing was trained or calibrated on."""
     found = {}

@@ -80,6 +80,23 @@ def test_as_many_go_as_in_one_step_and_they_stay_away(scorer, allocation, compen
     assert stages[-1] == {group.name: group.kept for group in report.groups}
 
 
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_what_has_gone_stays_away_whatever_its_later_scores(allocation, stages, monkeypatch):
+    calls = []
+
+    def scored(*args, **options):
+        calls.append(score_groups(*args, **options))
+        sign = -1 if len(calls) > 1 else 1  # from then on, the lowest are the highest
+        return [{name: sign * scores for name, scores in found.items()} for found in calls[-1]]
+
+    monkeypatch.setattr(structured, "score_groups", scored)
+    model = llama()
+    report = prune(model, config_for(model, "magnitude", allocation=allocation, compensation="none"))
+    assert len(calls) == 3 and report.achieved > 0.3
+    for earlier, later in itertools.pairwise(stages):
+        assert all({*later[name]} <= {*earlier[name]} for name in earlier)
+
+
 @pytest.mark.parametrize("round_to", [4, 8])
 def test_rounding_spares_nothing_that_has_gone(round_to, stages):
     model = llama()

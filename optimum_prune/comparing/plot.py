@@ -80,5 +80,5 @@ def _logarithmic(axis: Any, set_scale: Any) -> None:
 
     set_scale("log")
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))  # a reader of 30 and 300 need not read powers of ten
+    axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))  # a reader of 30 and 300 need not read powers of ten
     axis.set_minor_formatter(NullFormatter())

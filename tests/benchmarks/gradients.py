@@ -18,6 +18,7 @@ import torch
 from optimum_prune import CalibrationConfig, registry
 from optimum_prune.binding import bind
 from optimum_prune.calibration.data import load_samples
+from optimum_prune.objectives import NTK, Outputs
 from optimum_prune.scorers.base import Statistics, unit_scores
 from optimum_prune.scoring import score_groups
 from tests.benchmarks.smollm2 import load_pruner, texts
@@ -62,7 +63,8 @@ def _measure(name: str) -> None:
     loaded = _resident_mb("VmRSS")
     start = time.perf_counter()
     if name == "streamed":
-        scores = score_groups(model, groups, scorer, data=data, batch_size=BATCH)
+        (found,) = score_groups(model, groups, [scorer], data=data, batch_size=BATCH)
+        scores = [found[group.name] for group in groups]
     else:
         scores = _plain(model, groups, scorer, data)
     print(
@@ -90,11 +92,14 @@ def _plain(model, groups, scorer, data):
             linear.weight.requires_grad_(True)
     for batch in data.batches(BATCH, 0):
         logits = model(**batch, use_cache=False).logits
-        (scorer.objective(logits, batch["attention_mask"].bool()) * (1 / len(data.samples))).backward()
+        mask = batch["attention_mask"].bool()
+        (NTK.value(Outputs(logits, logits, mask, batch["input_ids"])) * (1 / len(data.samples))).backward()
 
     def score(linears):
         generator = torch.Generator()
-        return [scorer.score(linear.weight, Statistics(generator, linear.weight.grad)) for linear in linears]
+        return [
+            scorer.score(linear.weight, Statistics(generator, {NTK.name: linear.weight.grad})) for linear in linears
+        ]
 
     with torch.no_grad():
         return [unit_scores(score(group.writers), score(group.readers), group.num_units) for group in groups]

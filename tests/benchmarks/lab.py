@@ -7,7 +7,7 @@ from tests import lab
 
 SCORERS = {"ntk": 1, "magnitude": 1, "random": 3}
 """Scorer -> over how many seeds its loss is averaged."""
-EVALUATION = {"num_samples": 64, "latency": False}
+EVALUATION = {"num_samples": 64, "seq_len": 128, "latency": False}
 
 
 def run(sparsities: tuple[float, ...] = (0.2, 0.4)) -> None:

@@ -1,4 +1,4 @@
-"""Run benchmarks, all or those named: `python tests/benchmarks/run.py [slicing] [gradients] [structured] [lab] ...`."""
+"""Run benchmarks, all or those named: `python tests/benchmarks/run.py [slicing] [gradients] [structured] ...`."""
 
 import sys
 from importlib import import_module
@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
-BENCHMARKS = ("slicing", "gradients", "structured", "lab", "packing", "masks")
+BENCHMARKS = ("slicing", "gradients", "structured", "channels", "selection", "lab", "packing", "masks")
 
 if __name__ == "__main__":
     names = sys.argv[1:] or BENCHMARKS

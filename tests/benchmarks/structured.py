@@ -1,48 +1,39 @@
-"""Perplexity after structured pruning: NTK against magnitude and random, attention + MLP."""
+"""Structured pruning of attention + MLP: every scorer, with and without least squares, on one draw of data."""
 
-import gc
+from typing import Any
 
 from optimum_prune import CalibrationConfig, PruningConfig
 from tests.benchmarks.smollm2 import load_pruner, texts
 
-WINDOWS = {"num_samples": 24, "seq_len": 256}
-ROWS = [  # scorer, allocation
-    ("ntk", "gamma"),
-    ("ntk", "uniform"),
-    ("magnitude", "uniform"),
-    ("magnitude", "gamma"),
-    ("random", "uniform"),
-    ("random", "gamma"),
-]
+WINDOWS: dict[str, Any] = {"num_samples": 24, "seq_len": 256}
+SCORERS = {  # scorer -> allocation
+    "taylor": "gamma",
+    "ntk": "gamma",
+    "obs": "uniform",
+    "wanda": "uniform",
+    "fluctuation": "uniform",
+    "magnitude": "gamma",
+    "random": "gamma",
+}
 
 
 def run(sparsities: tuple[float, ...] = (0.2, 0.4)) -> None:
     """Print one table."""
     corpus, calibration, evaluation = texts()
-    pruner = load_pruner()
-    dense = pruner.evaluate(evaluation, latency=False, **WINDOWS)
-    print(f"Structured pruning, {corpus}; {dense.machine}; {WINDOWS}; dense perplexity {dense.perplexity:.2f}\n")
-    print("| scorer | allocation | asked | achieved | perplexity | KL | seconds |\n|---|---|---|---|---|---|---|")
-    reference = pruner._reference
-    for sparsity in sparsities:
-        for scorer, allocation in ROWS:
-            del pruner
-            gc.collect()
-            pruner = load_pruner()
-            pruner._reference = reference
-            config = PruningConfig(
-                scorer=scorer,
-                sparsity=sparsity,
-                allocation=allocation,
-                calibration=CalibrationConfig(calibration, num_samples=32, seq_len=128),
-            )
-            report = pruner.prune(config)
-            result = pruner.evaluate(evaluation, latency=False, **WINDOWS)
-            print(
-                f"| {scorer} | {allocation} | {sparsity:.0%} | {report.achieved:.1%} | {result.perplexity:.1f} "
-                f"| {result.kl:.3f} | {report.seconds:.1f} |",
-                flush=True,
-            )
+    data = CalibrationConfig(calibration, num_samples=32, seq_len=512)
+    settings = {
+        f"{scorer}, {compensation}": PruningConfig(
+            scorer=scorer,
+            sparsity=sparsities[0],
+            allocation=allocation,
+            compensation=compensation,
+            calibration=data,
+        )
+        for scorer, allocation in SCORERS.items()
+        for compensation in ("none", "least_squares")
+    }
+    print(f"Structured, attention + MLP; {corpus}; calibration 32 x 512 tokens; {WINDOWS}\n")
+    print(load_pruner().compare(settings, evaluation, sparsities=sparsities, **WINDOWS))
 
 
 if __name__ == "__main__":
