@@ -9,6 +9,8 @@ from optimum_prune.binding import bind, named_linears
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.inputs import InputMoments, input_moments, measure_inputs
 from optimum_prune.errors import CalibrationError, UnsupportedModel
+from optimum_prune.scorers.base import Scorer, no_weights
+from optimum_prune.scoring import score_groups
 from tests.drawn import data_for
 from tests.models import VARIANTS, llama, llava, tokens
 from tests.scorers.plain import inputs_of
@@ -65,6 +67,24 @@ def test_some_linears_alone():
     assert list(found) == list(linears)
     for name, moments in found.items():
         assert_are_of(moments, expected[name].numpy())
+
+
+def test_a_scorer_of_all_linears_sees_a_group_once_all_of_it_is_known():
+    """The moments of the readers alone are whole."""
+    model, seen = llama(), {}
+    data = data_for(model)
+
+    def look(units):
+        for part, whole in [*((p, False) for p in units.writers), *((p, True) for p in units.readers)]:
+            assert (part.statistics.moment is not None) == whole
+            seen[part.weight] = part.statistics.norm
+        return torch.zeros(units.number)
+
+    probe = Scorer("probe", no_weights, "", score_units=look, inputs="hessian", reads="all")
+    score_groups(model, bind(model), [probe], data=data, batch_size=2)
+    for name, x in inputs_of(model, data).items():
+        norm = x.square().mean(dim=0).sqrt().float()
+        torch.testing.assert_close(seen[named_linears(model)[name].weight], norm, rtol=1e-3, atol=1e-5)
 
 
 class TestPure:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import optimum_prune
 from optimum_prune import measurements, registry
-from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
 from optimum_prune.integrations.layouts import LAYOUTS
 from optimum_prune.pruner import Pruner
 from tests.models import llama, tokens
@@ -63,8 +63,9 @@ def refused(cli, monkeypatch, tmp_path):
 
 def flags() -> dict[str, str]:
     """Return the flag of every field, and its help."""
-    found = {f"--{option.name}": option for option in fields(PruningConfig) if option.name != "calibration"}
-    found |= {f"--calibration-{option.name}": option for option in fields(CalibrationConfig)}
+    parts = {"calibration": CalibrationConfig, "induction": InductionConfig}
+    found = {f"--{option.name}": option for option in fields(PruningConfig) if option.name not in parts}
+    found |= {f"--{name}-{option.name}": option for name, part in parts.items() for option in fields(part)}
     return {flag.replace("_", "-"): option.metadata["help"] for flag, option in found.items()}
 
 
