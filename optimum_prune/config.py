@@ -259,7 +259,8 @@ class InductionConfig(_Config):
     spectral: float = _option(
         0.0,
         checks.number(0, or_equal=True),
-        "weight of the term exp(-spectral_alpha * sum of the norms of the scaled weights); 0 leaves it out",
+        "weight of the term exp(-spectral_alpha * sum of the norms of the scaled weights), in units of the loss of the "
+        "scorer's own masks; 0 leaves it out",
     )
     spectral_alpha: float = _option(1e-3, checks.number(0), "see spectral")
     spectral_power: float = _option(2.0, checks.number(0), "of the norms in the spectral term (Schatten norms)")

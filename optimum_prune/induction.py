@@ -97,7 +97,8 @@ def split(data: CalibrationData, config: InductionConfig, seed: int) -> Sequence
             f"induction trains on some calibration sequences and holds out others; {data.source} gives {count}. Raise "
             "num_samples, or lower seq_len."
         )
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    # On the CPU whatever the default device: transformers loads models under `torch.device("meta")`.
+    order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
     held_out = min(max(1, round(count * config.held_out)), count - 1)
     training, rest = (
         list(data.part(sorted(part)).even_batches(config.batch_size)) for part in (order[held_out:], order[:held_out])
@@ -215,7 +216,7 @@ class _Moments:
 
     def __init__(self, inputs: Iterator[Tensor]):
         self.watched = self._watch(inputs)
-        self._tokens, self._sum, self._squares = 0, torch.zeros(()), torch.zeros(())
+        self._tokens, self._sum, self._squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
 
     @property
     def mean(self) -> Tensor:

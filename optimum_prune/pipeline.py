@@ -137,7 +137,7 @@ def difference(unit: str, stack: str, asked: float, achieved: str, kind: str) ->
 
 
 def load_scorer(config: PruningConfig) -> Scorer:
-    """Load the scorer of a config, and refuse one that is for other patterns."""
+    """Load the scorer of a config, and refuse what it cannot do."""
     scorer: Scorer = registry.load("scorers", config.scorer)
     if config.kind not in scorer.patterns:
         fit = [n for n in registry.available("scorers") if config.kind in registry.load("scorers", n).patterns]
@@ -145,7 +145,13 @@ def load_scorer(config: PruningConfig) -> Scorer:
             f"scorer {config.scorer!r} ranks for pattern {', '.join(map(repr, scorer.patterns))} and cannot choose for "
             f"{config.pattern!r}; scorers that can: {', '.join(map(repr, fit))}."
         )
-    return scorer.with_options(config.scorer_options)
+    scorer = scorer.with_options(config.scorer_options)
+    if config.calibration.selection != "none" and not scorer.needs_data:
+        raise InvalidConfig(
+            f"selection={config.calibration.selection!r} chooses the data that scores are made of, and {scorer.name} "
+            "looks at none. Leave selection out, or choose another scorer."
+        )
+    return scorer
 
 
 def image_stack(model: PreTrainedModel, targeted: Collection[str]) -> str | None:

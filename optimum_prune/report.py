@@ -22,6 +22,13 @@ GONE = {"layer": "dropped", "attention": "skipped", "mlp": "skipped"}
 """Kind of layer -> what happened to it where it did not stay."""
 WEIGHT = "weight"
 """Unit of the patterns that set single weights to zero."""
+MADE_UP = {
+    "none": ", no compensation",
+    "least_squares": ", least squares",
+    "sequential": ", sequential least squares",
+    "bias": ", shifted biases",
+}
+"""Compensation -> what the table's first line says of it."""
 ZEROS = (
     "In dense storage, zeros are kept and multiplied like any other weight: alone, they make a model neither smaller "
     "nor faster."
@@ -217,8 +224,7 @@ class PruningReport:
     def __str__(self) -> str:
         """Return a table: what was asked and achieved, and what each layer kept."""
         gamma = "" if self.gamma is None else " " + describe_gamma(self.gamma)
-        words = {None: "", "none": ", no compensation"}
-        made_up = words.get(self.compensation, f", compensation {self.compensation}")
+        made_up = MADE_UP.get(self.compensation or "", "")
         change = self.parameters_after / self.parameters_before - 1
         lines = [
             f"{self.config['pattern']}, {self.config['scorer']}, {self.allocation}{gamma}{made_up}: "

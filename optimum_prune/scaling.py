@@ -1,5 +1,6 @@
 """The training of the scales that choose the masks of one block; see `induction`."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,19 +159,19 @@ def train_(
     Returns:
         The lowest loss on `held_out` after an epoch, and the masks of that epoch.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     optimiser = torch.optim.Adam([group.theta for group in shared], lr=config.learning_rate)
     last = max(config.epochs * len(passes.given) - 1, 1)
-    best: tuple[float, Masks] = (float("inf"), {})
+    best: tuple[float, Masks] = (math.inf, {})
     for epoch in range(config.epochs):
-        order = torch.randperm(len(passes.given), generator=generator).tolist()
+        order = torch.randperm(len(passes.given), generator=generator, device="cpu").tolist()
         for step, index in enumerate(order, start=epoch * len(order)):
             ratio = config.temperature_end / config.temperature_start
             temperature = config.temperature_start * ratio ** (step / last)
             _differentiate_(shared, passes, index, unit, temperature, config)
             optimiser.step()
             for group in shared:
-                group.centre_(torch.tensor(config.bound).log().item())
+                group.centre_(math.log(config.bound))
         masks = write_(shared)
         best = min(best, (held_out.loss(), masks), key=lambda found: found[0])
     return best

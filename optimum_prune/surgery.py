@@ -43,8 +43,10 @@ def kept_aside(weights: Sequence[Tensor], *, always: bool = True) -> Iterator[No
 
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         put_back()
+        if type(error) is PruningError and error.__cause__ is not None:
+            raise error.__cause__ from None  # of `cutting`, which says that the model is partly pruned
         raise
     if always:
         put_back()

@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimum_prune import CalibrationConfig, CalibrationError, PruningConfig, UnsupportedModel, selection
+from optimum_prune import (
+    CalibrationConfig,
+    CalibrationError,
+    InvalidConfig,
+    PruningConfig,
+    UnsupportedModel,
+    masking,
+    selection,
+)
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.pipeline import FIND_TARGETS, load_scorer, prune
 from optimum_prune.selection import select, widened
@@ -244,6 +252,33 @@ def test_a_candidate_that_breaks_the_model_is_not_chosen(monkeypatch):
     monkeypatch.setattr(selection, "evaluate_model", measured)
     model = llama()
     assert prune(model, config_for(model)).calibration["selection"]["chosen"] == 1
+
+
+def test_a_choice_of_data_that_nothing_looks_at_is_refused():
+    calibration = CalibrationConfig([[1, 2, 3]], selection="kl")
+    for compensation in ("none", "least_squares"):
+        with pytest.raises(InvalidConfig, match=r"selection='kl' chooses the data.*magnitude looks at none"):
+            prune(
+                llama(),
+                PruningConfig("structured", "magnitude", 0.3, compensation=compensation, calibration=calibration),
+            )
+
+
+def test_an_interrupted_trial_of_zeros_does_not_call_the_model_pruned(monkeypatch):
+    """All is put back, so the error is what it was."""
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    config = PruningConfig("unstructured", "magnitude", 0.5)
+    scorer = load_scorer(config)
+    targets = masking.find_mask_targets(model, config, scorer)
+    monkeypatch.setattr(masking, "matrix_mask", interrupted)
+    with pytest.raises(KeyboardInterrupt), targets.trial(model, scorer, None, config):
+        pass
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_without_selection_nothing_is_told():

@@ -16,6 +16,7 @@ from optimum_prune.errors import PruningError
 
 CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
 INDUCTION = "induction_"  # and of InductionConfig
+EVALUATION = "evaluate_"  # prefix of the flags that say the same of the evaluation data
 LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
 INTERRUPTED = 130  # what shells report of a program that ended by Ctrl-C
 
@@ -47,6 +48,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--model", required=True, help="model id on the Hub, or a local folder")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="dtype to load in")
+    add("--gguf-file", metavar="FILE", help="GGUF file inside the model's folder or repository")
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Declare where the configurations come from, and how the result is written."""
+    add = parser.add_argument
     add("--recipe", type=Path, metavar="FILE", help="YAML or JSON recipe; flags override its values")
     add(
         "--layout",
@@ -55,8 +63,24 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="how the model is written: 'stock' loads without this package and needs equal widths in "
         "every layer, 'compact' takes any; 'auto' chooses (default)",
     )
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="dtype to load in")
-    add("--gguf-file", metavar="FILE", help="GGUF file inside the model's folder or repository")
+
+
+def add_evaluation(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Declare what is measured on, and how much of it; and where the model is loaded to for that."""
+    add = parser.add_argument
+    add("--evaluate", required=required, metavar="SOURCE", help="measure on this data; of the kinds of calibration's")
+    for name, what in (("num_samples", "sequences"), ("seq_len", "tokens in each")):
+        default = " (default: 32)" if name == "num_samples" else " (default: 2048, or the model's limit)"
+        flag = f"--{EVALUATION}{name}".replace("_", "-")
+        add(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"{what} to measure on{default}")
+    add("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
+
+
+def evaluation_options(args: argparse.Namespace, config: PruningConfig) -> dict[str, Any]:
+    """Return what was given of the evaluation data; its columns are those of the calibration data."""
+    names = ("text_column", "target_column", "image_column")
+    columns = {name: value for name in names if (value := getattr(config.calibration, name)) is not None}
+    return columns | given_fields(args, CalibrationConfig, EVALUATION)
 
 
 def add_configs(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +115,12 @@ def read_config(args: argparse.Namespace) -> PruningConfig:
     """Merge the recipe and the flags, then check the result: a recipe may leave what a flag gives."""
     recipe = read_recipe(args.recipe) if args.recipe else {}
     calibration = CalibrationConfig.from_dict(recipe.get("calibration", {}))
-    calibration = replace(calibration, **_given(args, CalibrationConfig, CALIBRATION))
+    calibration = replace(calibration, **given_fields(args, CalibrationConfig, CALIBRATION))
     induction = recipe.get("induction")
-    if given := _given(args, InductionConfig, INDUCTION):
+    if given := given_fields(args, InductionConfig, INDUCTION):
         induction = replace(InductionConfig.from_dict(induction or {}), **given)
     parts = {"calibration": calibration, "induction": induction}
-    return PruningConfig.from_dict({**recipe, **_given(args, PruningConfig), **parts})
+    return PruningConfig.from_dict({**recipe, **given_fields(args, PruningConfig), **parts})
 
 
 def _warn_plainly() -> None:
@@ -158,6 +182,7 @@ def _number_or_word(text: str) -> float | str:
         return text
 
 
-def _given(args: argparse.Namespace, config: type, prefix: str = "") -> dict[str, Any]:
+def given_fields(args: argparse.Namespace, config: type, prefix: str = "") -> dict[str, Any]:
+    """Return what was given of a configuration's fields."""
     flags = {option.name: f"{prefix}{option.name}" for option in fields(config)}
     return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}

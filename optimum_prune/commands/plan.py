@@ -7,7 +7,7 @@ from pathlib import Path
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_prune.commands.flags import add_configs, add_model, attempt, loading_options, read_config
+from optimum_prune.commands.flags import add_configs, add_model, add_recipe, attempt, loading_options, read_config
 from optimum_prune.errors import InvalidConfig
 
 
@@ -22,6 +22,7 @@ class PlanCommand(BaseOptimumCLICommand):
     def parse_args(parser: argparse.ArgumentParser) -> None:
         """Declare the flags."""
         add_model(parser)
+        add_recipe(parser)
         add = parser.add_argument
         add(
             "--tensor-parallel",

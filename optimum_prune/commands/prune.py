@@ -8,8 +8,18 @@ from typing import Any
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_prune.commands.compare import CompareCommand, evaluation_columns
-from optimum_prune.commands.flags import OneLineParser, add_configs, add_model, attempt, loading_options, read_config
+from optimum_prune.commands.compare import CompareCommand
+from optimum_prune.commands.flags import (
+    OneLineParser,
+    add_configs,
+    add_evaluation,
+    add_model,
+    add_recipe,
+    attempt,
+    evaluation_options,
+    loading_options,
+    read_config,
+)
 from optimum_prune.commands.plan import PlanCommand
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import InvalidConfig
@@ -27,16 +37,16 @@ class RunCommand(BaseOptimumCLICommand):
     def parse_args(parser: argparse.ArgumentParser) -> None:
         """Declare the flags."""
         add_model(parser)
+        add_recipe(parser)
         add = parser.add_argument
         add("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
-        add("--evaluate", metavar="SOURCE", help="measure on this data; the same kinds as calibration's")
         add(
             "--storage",
             choices=("dense", "packed"),
             default="dense",
             help="'packed' stores a zero as one bit, and loads with this package alone (default: dense)",
         )
-        add("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
+        add_evaluation(parser, required=False)
         add_configs(parser)
 
     def run(self) -> None:
@@ -75,13 +85,13 @@ def _run(args: argparse.Namespace) -> None:
     loading = loading_options(args)
     # Refuse what cannot be before hours of work, not after.
     if args.evaluate is not None:
-        open_source(CalibrationConfig(args.evaluate, **evaluation_columns(config)))
+        open_source(CalibrationConfig(args.evaluate, **evaluation_options(args, config)))
     make_plan(load_skeleton(args.model, **loading), config, skeleton=True).check_layout(args.layout)
     pruner = Pruner.from_pretrained(args.model, **loading)
     print(pruner.prune(config))
     try:
         if args.evaluate is not None:
-            pruner.evaluate(args.evaluate, **evaluation_columns(config))
+            pruner.evaluate(args.evaluate, **evaluation_options(args, config))
             print(pruner.comparison())
     finally:  # an evaluation that fails must not cost the pruned model
         pruner.save_pretrained(args.output, layout=args.layout, storage=args.storage)

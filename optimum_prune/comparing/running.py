@@ -18,7 +18,7 @@ from optimum_prune.comparing.passes import Passes
 from optimum_prune.comparing.ranks import Ranks, ranks_of, spearman
 from optimum_prune.comparing.results import Comparison, Row
 from optimum_prune.comparing.trials import Trial, load_draw, prepare
-from optimum_prune.comparing.trying import pruned, put_back
+from optimum_prune.comparing.trying import pruned
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
@@ -134,7 +134,7 @@ class _Runner:
         scored = self._passes.scored(trial, data) if trial.scores_first else None
         if scored is not None and isinstance(trial.targets, Targets):
             self.ranks.setdefault(trial.name, ranks_of(trial.targets, scored.scores))
-        with put_back(), pruned(self._model, trial, scored, data) as pruning:
+        with pruned(self._model, trial, scored, data) as pruning:
             measured = evaluate_model(
                 self._model, self._held_out, batch_size=self._batch_size, reference=self._reference
             )
@@ -156,8 +156,7 @@ class _Runner:
         if not trial.selects:
             return data, 0.0
         assert data is not None, "data is drawn for every setting that chooses among it"
-        with put_back():
-            chosen, selection = select(self._model, trial.targets, trial.scorer, trial.config, data)
+        chosen, selection = select(self._model, trial.targets, trial.scorer, trial.config, data)
         return chosen, selection.seconds
 
 

@@ -13,7 +13,6 @@ from optimum_prune.comparing.memory import measured_peak
 from optimum_prune.comparing.passes import Scored
 from optimum_prune.comparing.trials import Trial
 from optimum_prune.depth import DepthTargets
-from optimum_prune.errors import PruningError
 from optimum_prune.masking import MaskTargets
 from optimum_prune.structured import Targets
 
@@ -62,17 +61,6 @@ def pruned(
                 achieved, copies = _removed(_layer_weights(targets), kept), 0
             seconds = time.perf_counter() - start
         yield Pruning(achieved, seconds, None if peak.bytes is None else max(peak.bytes - copies, 0))
-
-
-@contextmanager
-def put_back() -> Iterator[None]:
-    """Let an error be what it was: `surgery.cutting` says of it that the model is partly pruned, and here it is not."""
-    try:
-        yield
-    except PruningError as error:
-        if type(error) is PruningError and error.__cause__ is not None:
-            raise error.__cause__ from None
-        raise
 
 
 def _removed(weights: Mapping[str, tuple[int, int]], kept: Mapping[str, Tensor]) -> float:

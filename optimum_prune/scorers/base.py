@@ -70,7 +70,7 @@ class Scorer:
 
     Attributes:
         name: as in `PruningConfig.scorer`.
-        score: `(weight (d_out, d_in), Statistics) -> (d_out, d_in) float32`, never negative.
+        score: `(weight (d_out, d_in), Statistics) -> (d_out, d_in) float32`.
         reference: authors, year, arXiv id, equation; says so where it is a reconstruction.
         patterns: those of `PruningConfig.pattern` for which it can be used.
         score_units: `Units -> (number,) float32`, or `(number, terms)` for `combine`; by default the sum of `score`
