@@ -376,6 +376,7 @@ def finished(dense):
             folder / "recipe.yaml",
         ),
         *("--sparsity", 0.3, "--calibration-source", folder / "text.txt", "--evaluate", folder / "text.txt"),
+        *("--evaluate-num-samples", 30, "--evaluate-seq-len", 16),
         *("--dtype", "bfloat16"),
     )
     assert done.returncode == 0, done.stderr
@@ -403,6 +404,7 @@ def test_what_is_printed(finished):
         r"^perplexity +\d.*x$",
         r"^KL\(dense \|\| pruned\) +\d",
         r"^decoding, per token .*x$",
+        r"^measured on .*, 25 samples, 400 tokens",
         rf"^Saved to {re.escape(str(folder))}$",
     ):
         assert re.search(line, done.stdout, re.MULTILINE), line
@@ -416,5 +418,5 @@ def test_standard_error_is_calm(finished):
     assert bars >= {"Forward", "Backward", "Evaluation", "Latency"}
     said = sorted(line for line in lines if line.partition(":")[0] not in bars)
     assert len(said) == 2
-    assert re.fullmatch(r"Asked for 32 samples; .*text.txt gives only \d+ samples, .*", said[0])
+    assert re.fullmatch(r"Asked for 30 samples; .*text.txt gives only \d+ samples, .*", said[0])
     assert re.fullmatch(r"This PruningConfig was written by a newer .* are ignored: 'hyperdrive'\.", said[1])
