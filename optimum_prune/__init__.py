@@ -17,6 +17,7 @@ __all__ = [
     "CalibrationConfig",
     "CalibrationError",
     "CheckpointError",
+    "InductionConfig",
     "InvalidConfig",
     "KeepMasks",
     "Plan",
@@ -36,7 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from optimum_prune.callbacks import KeepMasks
-    from optimum_prune.config import CalibrationConfig, PruningConfig
+    from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
     from optimum_prune.errors import (
         CalibrationError,
         CheckpointError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CalibrationConfig": "config",
+    "InductionConfig": "config",
     "KeepMasks": "callbacks",
     "Plan": "planning.plan",
     "Pruner": "pruner",

@@ -93,7 +93,8 @@ def one_of(kind: str, names: Callable[[], Iterable[str]]) -> Check:
     """Accept one of the names; they are asked for when a value is checked."""
 
     def check(name: str, value: Any) -> str:
-        if value not in (allowed := list(names())):
+        allowed = list(names())
+        if not isinstance(value, str) or value not in allowed:  # an array would compare its elements
             raise InvalidConfig(unknown(kind, value, allowed))
         return value
 
@@ -161,5 +162,10 @@ def _is_token_ids(item: object) -> bool:
 
 
 def _number(value: object) -> float:
-    """Return nan for whatever is no number, so that one comparison refuses both."""
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    """Return nan for whatever is no number, or too large for a float, so that one comparison refuses them all."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

@@ -386,6 +386,12 @@ def loosely(message: str) -> str:
         ({"sparsity": -0.1}, "sparsity must be in [0, 1), got -0.1."),
         ({"sparsity": float("nan")}, "sparsity must be in [0, 1), got nan."),
         ({"sparsity": float("inf")}, "sparsity must be in [0, 1), got inf."),
+        ({"sparsity": 10**400}, "sparsity must be in [0, 1), got 1000"),
+        ({"gamma": 10**400}, "gamma must be 'auto' or a finite number > 0, got 1000"),
+        *(
+            ({name: np.arange(2)}, f"Unknown {name} array([0, 1]); supported: ")
+            for name in ("scorer", "allocation", "compensation")
+        ),
         ({"sparsity": False}, "sparsity must be in [0, 1), got False."),
         ({"sparsity": "0.2"}, "sparsity must be in [0, 1), got '0.2'."),
         ({"sparsity": None}, "sparsity is required: the fraction of .* to remove, in [0, 1)."),

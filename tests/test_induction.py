@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimum_prune import CalibrationConfig, Pruner, PruningConfig
+from optimum_prune import CalibrationConfig, InductionConfig, Pruner, PruningConfig
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.calibration.samples import CalibrationData
-from optimum_prune.config import InductionConfig
+from optimum_prune.commands.flags import OneLineParser, add_configs, read_config
+from optimum_prune.comparing.naming import named
 from optimum_prune.errors import CalibrationError, InvalidConfig, PruningError
 from optimum_prune.induction import Gain, split
 from optimum_prune.layerwise import Batch, Call
@@ -403,6 +404,22 @@ class TestReport:
         assert again.induction == report.induction and str(again) == str(report)
         recipe = PruningConfig.from_dict(model.config.pruning_config["recipe"] | {"calibration": {}})
         assert recipe.induction == InductionConfig()
+
+    def test_in_the_names_of_a_comparison(self):
+        settings = [
+            PruningConfig(pattern="2:4", scorer=scorer, induction=induction)
+            for scorer, induction in [("wanda", None), ("si", None), ("wanda", {}), ("wanda", {"epochs": 3})]
+        ]
+        assert [name for name, _ in named(settings)] == ["wanda", "si", "wanda induction", "wanda induction=epochs:3"]
+
+    def test_from_the_command_line(self):
+        parser = OneLineParser()
+        parser.add_argument("--recipe")
+        add_configs(parser)
+        base = ["--pattern", "2:4", "--scorer", "magnitude"]
+        assert read_config(parser.parse_args(base)).induction is None
+        given = read_config(parser.parse_args([*base, "--induction-epochs", "3", "--induction-held-out", "0.25"]))
+        assert given.induction == InductionConfig(epochs=3, held_out=0.25)
 
     def test_in_words(self):
         rows = [Gain("a", 1.0, 0.5), Gain("b", 1.0, 3.0), Gain("c", 2.0, 1.6)]

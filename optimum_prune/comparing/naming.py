@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from optimum_prune import checks
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig, PruningError
 
@@ -45,8 +46,8 @@ def at(
     Raises:
         InvalidConfig: a setting cannot be at such a sparsity, or two settings are the same.
     """
-    if sparsities is not None and not sparsities:
-        raise InvalidConfig("sparsities must be None or hold at least one fraction.")
+    if sparsities is not None and (not isinstance(sparsities, list | tuple) or not sparsities):
+        raise checks.refuse("sparsities", "None or a list of fractions, at least one", sparsities)
     found: list[tuple[str, PruningConfig]] = []
     for name, config in settings:
         for sparsity in [config.sparsity] if sparsities is None else sparsities:
@@ -79,9 +80,22 @@ def _facts(config: PruningConfig) -> dict[str, str]:
             facts[name] = value
         elif name == "sparsity" and not isinstance(value, dict):
             continue
+        elif name == "induction":
+            facts |= _induction(config)
         elif name not in ("pattern", "scorer", "calibration") and value != default:
             facts[name] = f"{name}={_word(value)}"
     return facts
+
+
+def _induction(config: PruningConfig) -> dict[str, str]:
+    """Return what a setting says of learned masks; scorer "si" has them without saying so."""
+    if config.induction is None:
+        return {}
+    values = {option.name: getattr(config.induction, option.name) for option in fields(config.induction)}
+    changed = {o.name: values[o.name] for o in fields(config.induction) if values[o.name] != o.default}
+    if changed:
+        return {"induction": f"induction={_word(changed)}"}
+    return {} if config.scorer == "si" else {"induction": "induction"}
 
 
 def _name(config: PruningConfig, facts: Mapping[str, str], differing: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 import optimum_prune
+from optimum_prune import checks
 from optimum_prune.calibration.data import CalibrationData, load_samples
 from optimum_prune.comparing.naming import within
 from optimum_prune.comparing.passes import Passes
@@ -99,6 +100,8 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     Raises:
         InvalidConfig: saying what to do.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise checks.refuse("directory", "None or a path", directory)
     if find_spec("matplotlib") is None:
         raise InvalidConfig("Plots need the package 'matplotlib': pip install 'optimum-prune[plots]'.")
     try:

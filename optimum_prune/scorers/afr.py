@@ -1,6 +1,5 @@
 """AFR (adaptive feature retention): what a unit adds to the features, plus what the loss owes to it."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from numbers import Real
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimum_prune import checks
 from optimum_prune.errors import InvalidConfig, unknown
 from optimum_prune.objectives import ENERGY, LOSS
 from optimum_prune.scorers.base import Part, Scorer, Statistics, Units, standardised
@@ -81,11 +81,10 @@ def afr(refer: str = "activation", power: float = 2.0, signed: bool = True, trim
     """
     if refer not in REFER:
         raise InvalidConfig(unknown("refer of afr", refer, REFER))
-    if not _is_number(power) or not 0 < power < math.inf:
-        raise InvalidConfig(f"power of afr must be a finite number > 0, got {power!r}.")
+    power = checks.number(0)("power of afr", power)
     if not isinstance(signed, bool):
         raise InvalidConfig(f"signed of afr must be true or false, got {signed!r}.")
-    options = {"kind": refer, "power": float(power), "signed": signed, "trim": _percentiles(trim)}
+    options = {"kind": refer, "power": power, "signed": signed, "trim": _percentiles(trim)}
     return Scorer(
         name="afr",
         score=partial(score, kind=refer),

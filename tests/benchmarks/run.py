@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
-BENCHMARKS = ("slicing", "gradients", "structured", "channels", "selection", "lab", "packing", "masks")
+BENCHMARKS = ("slicing", "gradients", "structured", "channels", "selection", "lab", "packing", "masks", "induction")
 
 if __name__ == "__main__":
     names = sys.argv[1:] or BENCHMARKS
