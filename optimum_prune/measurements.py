@@ -119,16 +119,21 @@ class Evaluation:
         return comparison(None, self)
 
 
-def check_evaluation(dataset: object) -> None:
+def check_evaluation(dataset: object, selection: str = "none") -> None:
     """Refuse an evaluation that cannot be made, before hours of work and not after.
 
     Raises:
-        InvalidConfig: the package `evaluate` is missing, or the data would be the model's own.
+        InvalidConfig: the package `evaluate` is missing, the data would be the model's own, or chosen to please it.
     """
     if find_spec("evaluate") is None:
         raise InvalidConfig("Evaluation needs the package 'evaluate': pip install 'optimum-prune[eval]'.")
     if isinstance(dataset, str) and dataset == "self":
         raise InvalidConfig("Evaluation needs text that the model did not write itself; pass other data than 'self'.")
+    if selection != "none":
+        raise InvalidConfig(
+            f"selection={selection!r} has no meaning for evaluation, which measures on the first samples of its data. "
+            "Leave it out."
+        )
 
 
 def comparison(dense: Evaluation | None, pruned: Evaluation) -> str:

@@ -144,11 +144,11 @@ class Pruner:
         Returns:
             The evaluation of `model`, also kept in `evaluations` under `"dense"` or `"pruned"`.
         """
-        check_evaluation(dataset)
+        config = CalibrationConfig(dataset, **options)
+        check_evaluation(config.source, config.selection)
         if not self.model.can_generate():
             raise InvalidConfig(f"Only language models can be evaluated, and {type(self.model).__name__} is none.")
         self._notice_changes()
-        config = CalibrationConfig(dataset, **options)
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
         name = "pruned" if self.is_pruned else "dense"
         models = {name: self.model}

@@ -367,7 +367,13 @@ REFUSED = [
     ([], "settings must be PruningConfigs, at least one"),
     ("ntk", "Setting 0 must be a PruningConfig, got a str."),
     ({"a": {"scorer": "ntk"}}, "Setting 'a' must be a PruningConfig, got a dict."),
-    ({" ": cut("ntk")}, "The name of a setting must be a string that is not empty, got ' '."),
+    *(
+        (
+            {name: cut("ntk")},
+            f"The name of a setting must be one line of text that is not empty, and not 'dense', got {name!r}.",
+        )
+        for name in (" ", "a\nb", "a\0", "\ud800", "dense", 3)
+    ),
     ({"a": cut("ntk"), "b": cut("ntk")}, "Settings 'a' and 'b' are the same at a sparsity of 0.4. Leave one"),
     ([cut("ntk"), cut("ntk")], "Settings 'ntk' and 'ntk' are the same"),
     ([cut("ntk"), cut("admm")], "Setting 'admm': scorer 'admm' ranks for pattern 'unstructured', 'n:m'"),
@@ -392,7 +398,10 @@ def test_refused_before_anything_runs(settings, message, model, nothing_runs):
 @pytest.mark.parametrize(
     ("settings", "sparsities", "message"),
     [
-        ([cut("ntk")], [], "sparsities must be None or hold at least one fraction."),
+        ([cut("ntk")], [], "sparsities must be None or a list of fractions, at least one, got []."),
+        ([cut("ntk")], 0.2, "sparsities must be None or a list of fractions, at least one, got 0.2."),
+        ([cut("ntk")], "0.2", "sparsities must be None or a list of fractions, at least one, got '0.2'."),
+        ([cut("ntk")], tokens(), "sparsities must be None or a list of fractions, at least one, got tensor"),
         ([cut("ntk"), cut("wanda")], [0.2, 1.0], "Setting 'ntk': sparsity must be in [0, 1), got 1.0."),
         ([cut("ntk")], [0.2, 0.2], "Settings 'ntk' and 'ntk' are the same at a sparsity of 0.2."),
         ([cut("ntk", sparsity=s) for s in (0.1, 0.3)], [0.2], "are the same at a sparsity of 0.2."),
@@ -419,6 +428,8 @@ def test_refused_data(model, nothing_runs):
         compare(model, {"a": cut("ntk")}, CalibrationConfig("no.txt"))
     with pytest.raises(InvalidConfig, match="text that the model did not write itself"):
         compare(model, {"a": cut("ntk")}, CalibrationConfig("self"))
+    with pytest.raises(InvalidConfig, match="selection='kl' has no meaning for evaluation"):
+        compare(model, {"a": cut("ntk")}, replace(HELD_OUT, selection="kl"))
     with pytest.raises(InvalidConfig, match="Only language models can be compared, and LlamaModel is none"):
         compare(model.model, {"a": cut("ntk")}, HELD_OUT)
 
@@ -437,6 +448,9 @@ def test_refused_directories(model, nothing_runs, monkeypatch, tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InvalidConfig, match=re.escape(f"directory {str(folder)!r} cannot be made: ")):
             compare(model, [cut("ntk")], HELD_OUT, directory=folder)
+    for wrong in (3, True, [], b"folder"):
+        with pytest.raises(InvalidConfig, match=re.escape(f"directory must be None or a path, got {wrong!r}.")):
+            compare(model, [cut("ntk")], HELD_OUT, directory=wrong)
     monkeypatch.setattr(running, "find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=re.escape("pip install 'optimum-prune[plots]'")):
         compare(model, [cut("ntk")], HELD_OUT, directory=tmp_path / "new")
@@ -526,6 +540,15 @@ def test_bars_at_one_sparsity(drawn):
     axes = drawn(comparison([row("a", perplexity=40.0), row("b"), row("c", perplexity=math.inf)]))
     assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "a"] and axes.yaxis_inverted()
     assert [bar.get_width() for bar in axes.patches] == [30.0, 40.0]
+
+
+@pytest.mark.parametrize("name", ["$\\frac$", "_a", "a $b$ c", "100 %", "a_{b"])
+def test_names_are_drawn_as_they_are(name, drawn):
+    shown = name.replace("$", r"\$")
+    legend = drawn(comparison([row(name, 0.2), row(name, 0.4)])).get_legend()
+    assert [text.get_text().strip() for text in legend.get_texts()] == [shown, "dense"]
+    bars = drawn(comparison([row(name)]))
+    assert [label.get_text().strip() for label in bars.get_yticklabels()] == [shown]
 
 
 def test_a_picture_of_nothing_finite(drawn):

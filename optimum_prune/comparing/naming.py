@@ -8,6 +8,8 @@ from optimum_prune import checks
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig, PruningError
 
+DENSE = "dense"
+"""Name of the model as it came in."""
 SELECTION = ("selection", "candidates")
 """Fields of `CalibrationConfig` in which settings may differ, though all share one draw."""
 
@@ -28,8 +30,10 @@ def named(settings: Sequence[PruningConfig] | Mapping[str, PruningConfig]) -> li
     for name, config in settings.items() if given else enumerate(settings):
         if not isinstance(config, PruningConfig):
             raise InvalidConfig(f"Setting {name!r} must be a PruningConfig, got a {type(config).__name__}.")
-        if given and (not isinstance(name, str) or not name.strip()):
-            raise InvalidConfig(f"The name of a setting must be a string that is not empty, got {name!r}.")
+        if given and (not isinstance(name, str) or not name.strip() or not name.isprintable() or name == DENSE):
+            raise InvalidConfig(
+                f"The name of a setting must be one line of text that is not empty, and not {DENSE!r}, got {name!r}."
+            )
     if given:
         return list(settings.items())
     facts = [_facts(config) for config in settings]

@@ -5,7 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from optimum_prune.comparing.results import DENSE, Comparison, Row
+from optimum_prune.comparing.naming import DENSE
+from optimum_prune.comparing.results import Comparison, Row
 
 WIDE = 10
 """Ratio of the largest to the smallest value from which on the axis is logarithmic."""
@@ -42,14 +43,15 @@ def _lines(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
         x, y = [row.asked for row in own[name]], [getattr(row, measure) for row in own[name]]
         # Ten colours; after them the next marker, and dashes.
         style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "linestyle": "-" if i < 10 else "--"}
-        axes.plot(x, y, label=name, linewidth=1.6, markersize=5, **style)
+        axes.plot(x, y, label=_plain(name), linewidth=1.6, markersize=5, **style)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
     axes.set_xticks(sorted({row.asked for row in rows}))
     axes.set_xlabel("sparsity asked")
     axes.set_ylabel(f"{measure} (lower is better)")
     axes.grid(axis="y", which="both", color="0.9", linewidth=0.6)
     handles, labels = axes.get_legend_handles_labels()
-    ends = {name: (own[name][-1].asked, getattr(own[name][-1], measure)) for name in names} | {DENSE: (-1.0, -1.0)}
+    ends = {_plain(name): (own[name][-1].asked, getattr(own[name][-1], measure)) for name in names}
+    ends[DENSE] = (-1.0, -1.0)
     order = sorted(range(len(labels)), key=lambda i: ends[labels[i]], reverse=True)
     axes.legend(
         [handles[i] for i in order],
@@ -64,7 +66,7 @@ def _lines(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
 def _bars(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
     """Draw a bar for every setting, the best on top, with its number."""
     values = [getattr(row, measure) for row in rows]
-    bars = axes.barh([row.setting for row in rows], values, color="C0", alpha=0.7, height=0.65)
+    bars = axes.barh([_plain(row.setting) for row in rows], values, color="C0", alpha=0.7, height=0.65)
     axes.bar_label(bars, [f" {value:,.4g}" for value in values], fontsize=8)
     axes.invert_yaxis()
     axes.axvline(dense, color="black", linestyle=":")
@@ -73,6 +75,12 @@ def _bars(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
     axes.margins(x=0.12)
     asked = f" at a sparsity of {rows[0].asked:.4g}" if rows else ""
     axes.set_xlabel(f"{measure}{asked} (lower is better)")
+
+
+def _plain(name: str) -> str:
+    """Return a name as matplotlib has to be given it to draw it as it is."""
+    # Two dollars would set in mathematics what is between them; what begins with "_" is left out of legends.
+    return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
 
 
 def _logarithmic(axis: Any, set_scale: Any) -> None:

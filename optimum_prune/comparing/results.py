@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optimum_prune.comparing.naming import DENSE
 from optimum_prune.measurements import Evaluation, megabytes
 from optimum_prune.report import align, describe_data
 
 VERSION = 1
-DENSE = "dense"
 NOTHING = "-"
 NAME = "comparison"
 """Of the files, without their suffixes."""

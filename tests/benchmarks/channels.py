@@ -17,7 +17,7 @@ AFR = {
     "afr, trimming alone": NAIVE | {"trim": [2, 98]},
 }
 OTHERS = ("taylor", "obs", "wanda", "fluctuation", "magnitude", "random")
-REPAIRED = ("afr", "taylor", "obs", "wanda")
+REPAIRED = ("afr", "wanda")
 """Scorers that are also measured with least squares."""
 
 

@@ -16,8 +16,8 @@ from optimum_prune.binding import adapter_for, bind, stacks
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.gradients import HALF_SCALE, Gradients, Wanted, stream_gradients
 from optimum_prune.errors import CalibrationError, UnsupportedModel
-from optimum_prune.objectives import LOSS, NTK as LARGEST
-from optimum_prune.objectives import Objective, Outputs
+from optimum_prune.objectives import LOSS, Objective, Outputs
+from optimum_prune.objectives import NTK as LARGEST
 from optimum_prune.scorers.ntk import SCORER as NTK
 from optimum_prune.scoring import score_groups
 from tests.models import VARIANTS, inputs, llama, llava, mistral, tokens

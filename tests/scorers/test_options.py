@@ -11,7 +11,7 @@ import yaml
 
 from optimum_prune import CalibrationConfig, InvalidConfig, PruningConfig, registry
 from optimum_prune.binding import bind
-from optimum_prune.commands.flags import OneLineParser, add_configs, add_model, read_config
+from optimum_prune.commands.flags import OneLineParser, add_configs, add_model, add_recipe, read_config
 from optimum_prune.pipeline import prune
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.ntk import OBJECTIVES, ntk
@@ -27,6 +27,7 @@ OPTIONS = {"refer": "feature", "trim": [2, 98], "power": 1.5, "signed": False}
 def from_shell(*arguments: object) -> PruningConfig:
     parser = OneLineParser(prog="prune")
     add_model(parser)
+    add_recipe(parser)
     add_configs(parser)
     return read_config(parser.parse_args(["--model", "it", "--sparsity", "0.3", *map(str, arguments)]))
 
