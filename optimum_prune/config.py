@@ -74,7 +74,7 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InvalidConfig(f"A recipe must end in .yaml, .yml or .json, got {path.name!r}.")
     try:
         text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else _yaml().safe_load(text)
+        data = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _read_yaml(text)
     except OSError as error:
         raise InvalidConfig(f"Recipe {str(path)!r} cannot be read: {error.strerror}.") from error
     except (ValueError, _yaml().YAMLError) as error:  # both of json's and unicode's errors are ValueErrors
@@ -82,6 +82,25 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidConfig(f"Recipe {str(path)!r} must hold a mapping of fields, got {reprlib.repr(data)}.")
     return data
+
+
+def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Make a mapping; a field that is there twice would silently be the last one."""
+    mapping: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"{key!r} is there twice.")
+        mapping[key] = value
+    return mapping
+
+
+def _read_yaml(text: str) -> Any:
+    class Loader(_yaml().SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _unique((key.value, None) for key, _ in node.value if isinstance(key.value, str))
+            return super().construct_mapping(node, deep)
+
+    return _yaml().load(text, Loader)
 
 
 def _yaml() -> Any:

@@ -10,9 +10,9 @@ from torch import nn
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while; every module gets its own mode back."""
     training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        model.eval()
-    try:
+    try:  # from the first change on: a user's Ctrl-C may come at any moment
+        for model in models:
+            model.eval()
         yield
     finally:
         for module in training:
@@ -24,8 +24,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and no parameter that requires a gradient, for a while."""
     required = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with evaluating(model):
-        model.requires_grad_(False)
         try:
+            model.requires_grad_(False)
             yield
         finally:
             for parameter in required:

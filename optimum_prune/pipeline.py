@@ -21,6 +21,7 @@ from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.selection import Selection, select, widened
 from optimum_prune.structured import find_targets, resolve_compensation
+from optimum_prune.surgery import cutting
 
 FIND_TARGETS = {
     "structured": find_targets,
@@ -80,37 +81,38 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         if config.calibration.selection == "kl":
             data, selection = select(model, targets, scorer, config, data)
     groups = targets.prune_(model, scorer, data, config)
-    report = PruningReport(
-        config=config.to_dict(),
-        model_type=adapter_for(model).model_type,
-        asked=targets.sparsity,
-        asked_per_stack=targets.asked,
-        groups=groups,
-        parameters_before=parameters,
-        parameters_after=model.num_parameters(),
-        allocation=targets.allocation,
-        gamma=targets.gamma or None,
-        calibration=_described(data, selection),
-        seconds=time.perf_counter() - start,
-        versions={
-            "optimum_prune": optimum_prune.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        base_model=earlier.get("base_model") or model.config.name_or_path or None,
-        base_revision=earlier.get("base_revision") if earlier else getattr(model.config, "_commit_hash", None),
-        previous=_history(earlier),
-        compensation=resolve_compensation(config, scorer) if config.kind == "structured" else None,
-        induction=[gain.to_dict() for gain in targets.gains] or None if isinstance(targets, MaskTargets) else None,
-    )
-    report.warnings += [
-        difference(unit, stack, total["asked"], f"{total['achieved']:.1%}", config.kind)
-        for stack, units in report.per_stack.items()
-        for unit, total in units.items()
-        if abs(total["asked"] - total["achieved"]) > TOLERANCE
-    ]
-    report.warnings += [*targets.notes, *generation_warnings(model)]
-    model.config.pruning_config = report.record()
+    with cutting():  # what is cut without a record could not be saved
+        report = PruningReport(
+            config=config.to_dict(),
+            model_type=adapter_for(model).model_type,
+            asked=targets.sparsity,
+            asked_per_stack=targets.asked,
+            groups=groups,
+            parameters_before=parameters,
+            parameters_after=model.num_parameters(),
+            allocation=targets.allocation,
+            gamma=targets.gamma or None,
+            calibration=_described(data, selection),
+            seconds=time.perf_counter() - start,
+            versions={
+                "optimum_prune": optimum_prune.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            base_model=earlier.get("base_model") or model.config.name_or_path or None,
+            base_revision=earlier.get("base_revision") if earlier else getattr(model.config, "_commit_hash", None),
+            previous=_history(earlier),
+            compensation=resolve_compensation(config, scorer) if config.kind == "structured" else None,
+            induction=[gain.to_dict() for gain in targets.gains] or None if isinstance(targets, MaskTargets) else None,
+        )
+        report.warnings += [
+            difference(unit, stack, total["asked"], f"{total['achieved']:.1%}", config.kind)
+            for stack, units in report.per_stack.items()
+            for unit, total in units.items()
+            if abs(total["asked"] - total["achieved"]) > TOLERANCE
+        ]
+        report.warnings += [*targets.notes, *generation_warnings(model)]
+        model.config.pruning_config = report.record()
     return report
 
 

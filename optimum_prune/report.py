@@ -133,6 +133,21 @@ class PruningReport:
         return list(dict.fromkeys(group.unit for group in self.groups))
 
     @property
+    def steps(self) -> int:
+        """In how many steps units went."""
+        return self.config.get("steps", 1)  # older reports have none
+
+    @property
+    def options(self) -> str:
+        """What was chosen of the scorer's options, in words; empty where nothing was."""
+        return ", ".join(f"{name}={value}" for name, value in (self.config.get("scorer_options") or {}).items())
+
+    @property
+    def scorer(self) -> str:
+        """Name of the scorer, with the options that were chosen."""
+        return f"{self.config['scorer']} ({self.options})" if self.options else self.config["scorer"]
+
+    @property
     def zeros(self) -> int:
         """Weights of the targeted linears that are zero after a run whose units are weights; else 0."""
         return sum(group.before - group.after for group in self.groups if group.unit == WEIGHT)
@@ -225,9 +240,11 @@ class PruningReport:
         """Return a table: what was asked and achieved, and what each layer kept."""
         gamma = "" if self.gamma is None else " " + describe_gamma(self.gamma)
         made_up = MADE_UP.get(self.compensation or "", "")
+        if self.steps > 1:
+            made_up += f", {self.steps} steps"
         change = self.parameters_after / self.parameters_before - 1
         lines = [
-            f"{self.config['pattern']}, {self.config['scorer']}, {self.allocation}{gamma}{made_up}: "
+            f"{self.config['pattern']}, {self.scorer}, {self.allocation}{gamma}{made_up}: "
             f"asked {self.asked:.1%}, achieved {self.achieved:.1%} of the targeted weights",
             *self._table(),
             f"parameters {self.parameters_before:,} -> {self.parameters_after:,} ({change:+.1%})",

@@ -1,7 +1,7 @@
 """Structured pruning: which units may go, and how many, before a score exists; then which."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -154,7 +154,8 @@ class Targets(RankedTargets):
         """Score, choose and cut; in several steps, all but the last only hide what goes."""
         if config.steps == 1 and self.compensation == "none":
             return super().prune_(model, scorer, data, config)
-        with kept_aside(self._changing if config.steps > 1 else [], always=False):
+        # One step writes once, at its end, and says itself if it could not: no copies then.
+        with kept_aside(self._changing, always=False) if config.steps > 1 else nullcontext():
             kept = self._hide_in_steps_(model, scorer, data, config)
         with cutting():
             return self.cut_(model, kept)

@@ -448,13 +448,23 @@ def test_refused_directories(model, nothing_runs, monkeypatch, tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InvalidConfig, match=re.escape(f"directory {str(folder)!r} cannot be made: ")):
             compare(model, [cut("ntk")], HELD_OUT, directory=folder)
-    for wrong in (3, True, [], b"folder"):
+    wrongs: list[Any] = [3, True, [], b"folder"]
+    for wrong in wrongs:
         with pytest.raises(InvalidConfig, match=re.escape(f"directory must be None or a path, got {wrong!r}.")):
             compare(model, [cut("ntk")], HELD_OUT, directory=wrong)
     monkeypatch.setattr(running, "find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=re.escape("pip install 'optimum-prune[plots]'")):
         compare(model, [cut("ntk")], HELD_OUT, directory=tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_cannot_be_written(model, tmp_path):
+    (tmp_path / "comparison.json" / "in the way").mkdir(parents=True)
+    before = everything(model)
+    with pytest.raises(InvalidConfig, match=r"'.*comparison.json' cannot be written: Is a directory."):
+        compare(model, [cut("random")], HELD_OUT, directory=tmp_path)
+    assert_untouched(model, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["comparison.json"]
 
 
 # What is written
@@ -668,6 +678,8 @@ def test_examples_run(model):
     ("text", "message"),
     [
         ("setings: {a: {}}", "Unknown field of "),
+        ("settings: {a: {sparsity: 0.2}, a: {sparsity: 0.3}}", "'a' is there twice."),
+        ("settings: {1: {sparsity: 0.2}, '1': {sparsity: 0.3}}", "'1' is there twice."),
         ("base: {scorer: ntk}", "must hold settings: a mapping of names to the fields that differ."),
         ("base: [ntk]\nsettings: {a: {}}", "base must be a mapping of fields, got ['ntk']."),
         ("settings: {a: 3}", "a must be a mapping of fields, got 3."),

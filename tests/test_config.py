@@ -620,6 +620,9 @@ def test_dicts_that_cannot_be_read(data, message):
         ("r.json", b"{", "Recipe '.*r.json' is not valid json: "),
         ("r.json", b"\xff", "Recipe '.*r.json' is not valid json: "),
         ("r.yaml", b"a\0b: 1", "Recipe '.*r.yaml' is not valid yaml: "),
+        ("r.yaml", b"seed: 1\nseed: 2", "Recipe '.*r.yaml' is not valid yaml: 'seed' is there twice."),
+        ("r.yaml", b"calibration: {seed: 1, seed: 1}", "Recipe '.*r.yaml' is not valid yaml: 'seed' is there twice."),
+        ("r.json", b'{"a": {"seed": 1, "seed": 2}}', "Recipe '.*r.json' is not valid json: 'seed' is there twice."),
         ("r.yaml", b"", "Recipe '.*r.yaml' must hold a mapping of fields, got None."),
         ("r.json", b"[1]", "Recipe '.*r.json' must hold a mapping of fields, got [1]."),
         ("r.toml", b"a = 1", "A recipe must end in .yaml, .yml or .json, got 'r.toml'."),
@@ -632,6 +635,11 @@ def test_files_that_cannot_be_read(name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidConfig, match=loosely(message)):
         PruningConfig.from_file(tmp_path / name)
+
+
+def test_a_recipe_may_share_fields_by_yamls_own_means(tmp_path):
+    (tmp_path / "r.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")
+    assert read_recipe(tmp_path / "r.yaml")["b"] == {"x": 1, "y": 3}
 
 
 def test_reading_a_recipe_checks_nothing_in_it(tmp_path):

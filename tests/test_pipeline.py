@@ -16,6 +16,8 @@ from optimum_prune import (
     PruningError,
     UnsupportedArchitecture,
     UnsupportedModel,
+    pipeline,
+    refit,
     registry,
     structured,
 )
@@ -444,6 +446,20 @@ class TestRefusedRunsLeaveTheModelAlone:
         with pytest.raises(error):
             prune(model, config())
         assert state(model) == before
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no more")])
+    @pytest.mark.parametrize(("owner", "name"), [(refit.Refit, "write_"), (pipeline, "PruningReport")])
+    def test_interrupted_while_writing_says_so(self, monkeypatch, owner, name, error):
+        original = getattr(owner, name)
+
+        def failing(*given, **options):
+            original(*given, **options)
+            raise error
+
+        monkeypatch.setattr(owner, name, failing)
+        with pytest.raises(PruningError, match=r"interrupted .*the model is partly pruned\. Load it again") as raised:
+            prune(llama(), config())
+        assert raised.value.__cause__ is error
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no more")])
     def test_interrupted_between_cuts_says_so(self, monkeypatch, error):

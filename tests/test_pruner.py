@@ -207,6 +207,11 @@ def test_refused_run_changes_nothing(pruner):
 # Evaluation
 
 
+def test_evaluation_chooses_no_data(pruner):
+    with pytest.raises(InvalidConfig, match="selection='kl' has no meaning for evaluation"):
+        pruner.evaluate(SAMPLES, selection="kl")
+
+
 def test_before_and_after(pruner):
     dense = pruner.evaluate(SAMPLES, latency=False)
     assert dense.kl is None

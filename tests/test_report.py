@@ -85,6 +85,19 @@ def test_the_record_publishes_no_path():
     assert json.loads(json.dumps(local)) == local
 
 
+@pytest.mark.parametrize(
+    ("changes", "compensation", "first"),
+    [
+        ({"steps": 1, "scorer_options": None}, "none", "structured, ntk, gamma 2.5, no compensation: asked"),
+        ({"steps": 3}, "sequential", "structured, ntk, gamma 2.5, sequential least squares, 3 steps: asked"),
+        ({"scorer_options": {"objective": "loss", "k": 2}}, None, "structured, ntk (objective=loss, k=2), gamma 2.5: "),
+    ],
+)
+def test_the_first_line_says_how(changes, compensation, first):
+    made = report(config=report().config | changes, compensation=compensation)
+    assert " ".join(str(made).split()).startswith(first)
+
+
 def test_the_table():
     assert (
         str(report(warnings=["Few tokens."]))

@@ -167,11 +167,14 @@ class _Options(argparse.Action):
         for given in values:
             name, equals, value = given.partition("=")
             try:
-                options[name] = yaml.safe_load(value)
+                read = yaml.safe_load(value)
             except yaml.YAMLError:
-                equals = ""
+                read, equals = None, ""
             if not (name and equals and value):
                 raise argparse.ArgumentError(self, f"expected name=value, got {given!r}")
+            if name in options:
+                raise argparse.ArgumentError(self, f"{name!r} is given twice")
+            options[name] = read
         setattr(namespace, self.dest, options)
 
 

@@ -10,6 +10,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_prune.commands.compare import CompareCommand
 from optimum_prune.commands.flags import (
+    EVALUATION,
     OneLineParser,
     add_configs,
     add_evaluation,
@@ -17,6 +18,7 @@ from optimum_prune.commands.flags import (
     add_recipe,
     attempt,
     evaluation_options,
+    given_fields,
     loading_options,
     read_config,
 )
@@ -76,6 +78,9 @@ def _run(args: argparse.Namespace) -> None:
     _check_output(args.output, args.model)
     if args.evaluate is not None:
         check_evaluation(args.evaluate)
+    elif given := given_fields(args, CalibrationConfig, EVALUATION):
+        flags = ", ".join(f"--{EVALUATION}{name}".replace("_", "-") for name in given)
+        raise InvalidConfig(f"{flags} has no meaning without --evaluate SOURCE.")
 
     from optimum_prune.calibration.sources import open_source
     from optimum_prune.integrations.loading import load_skeleton

@@ -67,7 +67,8 @@ def _bars(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
     """Draw a bar for every setting, the best on top, with its number."""
     values = [getattr(row, measure) for row in rows]
     bars = axes.barh([_plain(row.setting) for row in rows], values, color="C0", alpha=0.7, height=0.65)
-    axes.bar_label(bars, [f" {value:,.4g}" for value in values], fontsize=8)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line of the dense model
+    axes.bar_label(bars, [f"{value:,.4g}" for value in values], padding=4, fontsize=8, bbox=behind)
     axes.invert_yaxis()
     axes.axvline(dense, color="black", linestyle=":")
     over = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 8}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optimum_prune.comparing.naming import DENSE
+from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import Evaluation, megabytes
 from optimum_prune.report import align, describe_data
 
@@ -171,5 +172,9 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 def _write(path: Path, content: bytes) -> None:
     """Write a file in one step: who reads it meanwhile reads the old one."""
     beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+    try:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise InvalidConfig(f"{str(path)!r} cannot be written: {error.strerror}.") from error

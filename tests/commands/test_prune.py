@@ -120,6 +120,10 @@ def test_command_is_installed_as_it_is_written():
         ("--spars 0.2", "unrecognized arguments: --spars 0.2."),  # no abbreviations
         ("--sparsity 0.2 --layout padded", "argument --layout: invalid choice: 'padded'"),
         ("--sparsity 0.2 --evaluate no.txt", "Calibration source 'no.txt' does not exist."),
+        (
+            "--sparsity 0.2 --evaluate-num-samples 3 --evaluate-seq-len 9",
+            "--evaluate-num-samples, --evaluate-seq-len has no meaning without --evaluate SOURCE.",
+        ),
     ],
 )
 def test_mistakes(arguments, message, refused):

@@ -106,6 +106,15 @@ def test_body_of_zeros():
     assert {"2:4", "wanda", "pruned"} <= {*card.data["tags"]}
 
 
+def test_options_compensation_and_steps_are_told():
+    config = report().config | {"scorer_options": {"objective": "loss"}, "steps": 3}
+    text = " ".join(str(model_card(report(config=config, compensation="bias"), evaluations={}, layout="stock")).split())
+    assert "scorer `ntk` (`objective=loss`), allocation `gamma`" in text
+    assert "compensation `bias`, in 3 steps." in text
+    plain = str(model_card(report(), evaluations={}, layout="stock"))
+    assert "scorer `ntk`, allocation" in plain and "compensation" not in plain and "steps" not in plain
+
+
 @pytest.mark.parametrize("measured", [{}, {"pruned": DENSE}, {"pruned": replace(DENSE, prefill_ms=None)}])
 def test_zeros_promise_nothing(measured):
     """CASES.md 16: a size ratio of 1.00, what was measured, and no word of speed beside."""

@@ -83,6 +83,11 @@ class TestWhereTheyComeFrom:
         stderr = capsys.readouterr().err
         assert f"argument --scorer-options: expected name=value, got {wrong!r}" in stderr and stderr.count("\n") == 1
 
+    def test_the_shell_takes_each_once(self, capsys):
+        with pytest.raises(SystemExit):
+            from_shell("--scorer", "afr", "--scorer-options", "power=1", "power=2")
+        assert "argument --scorer-options: 'power' is given twice" in capsys.readouterr().err
+
     @pytest.mark.parametrize("wrong", ["refer", ["refer"], {1: 2}, {"": 2}, {"trim": {2, 98}}, {"trim": torch.ones(2)}])
     def test_what_no_recipe_can_hold(self, wrong):
         with pytest.raises(InvalidConfig, match="scorer_options must be a mapping of names to values"):
