@@ -65,8 +65,9 @@ def soft_largest_logits(outputs: Outputs) -> Tensor:
 
 def loss(outputs: Outputs) -> Tensor:
     """Return the cross-entropy of the labels, summed over predicted tokens."""
-    wanted = outputs.labels != IGNORED
-    return F.cross_entropy(outputs.logits[wanted].float(), outputs.labels[wanted], reduction="sum")
+    # Not of the wanted rows alone: to choose them would copy the logits, and their gradient once more.
+    logits = outputs.logits.flatten(0, 1).float()
+    return F.cross_entropy(logits, outputs.labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def energy(outputs: Outputs) -> Tensor:
