@@ -52,7 +52,7 @@ def test_example(name, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "asked" in printed and "dense" in printed and "ratio" in printed
     dense, pruned = pruner.evaluations["dense"], pruner.evaluations["pruned"]
-    assert pruned.parameters < dense.parameters and pruned.kl > 0.001
+    assert pruned.parameters < dense.parameters and pruned.kl > 1e-5
     assert dense.loss < pruned.loss  # it was trained, and pruning hurts
     assert Pruner.from_pretrained(folder).report is not None
 
