@@ -85,6 +85,11 @@ class BoundGroup:
         return [f"{self.stack}.{self.layer}.{path}" for path in self.group.writers + self.group.readers]
 
     @property
+    def named_readers(self) -> list[tuple[str, nn.Linear]]:
+        """`readers` with their full module paths."""
+        return list(zip(self.linear_names[len(self.group.writers) :], self.readers, strict=True))
+
+    @property
     def unit_size(self) -> int:
         """Rows of one unit in the first writer."""
         return 1 if self.group.unit_size is None else _attribute(self.block, self.group.unit_size)

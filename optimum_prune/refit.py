@@ -91,7 +91,7 @@ def check_compensation(groups: Sequence[BoundGroup], method: str) -> None:
     """
     if method not in METHODS:
         raise InvalidConfig(unknown("compensation", method, METHODS))
-    readers = {name: linear for group in groups for name, linear in _reader_linears(group)}
+    readers = {name: linear for group in groups for name, linear in group.named_readers}
     if method == "bias" and all(linear.bias is None for linear in readers.values()):
         raise InvalidConfig(
             "compensation='bias' shifts the biases of the linears that read the pruned units, and none of them has one "
@@ -234,14 +234,10 @@ def _moments(refit: Refit, reader: Reader, pairs: Iterator[tuple[Tensor, Tensor]
     return moment.div_(tokens), cross.div_(tokens)
 
 
-def _reader_linears(group: BoundGroup) -> Iterator[tuple[str, nn.Linear]]:
-    yield from zip(group.linear_names[len(group.writers) :], group.readers, strict=True)
-
-
 def _readers(group: BoundGroup, kept: Tensor) -> Iterator[Reader]:
     if len(kept) == group.num_units:
         return
-    for name, linear in _reader_linears(group):
+    for name, linear in group.named_readers:
         columns = positions(kept.cpu(), group.num_units, linear.weight.shape[1])
         yield Reader(name, linear, columns.to(linear.weight.device))
 

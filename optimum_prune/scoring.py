@@ -123,8 +123,7 @@ def measure_groups(
     full = any(scorer.inputs == "hessian" for scorer in scorers)
     linears, owners, waiting = {}, {}, {}
     for group in groups:
-        readers = dict(zip(group.linear_names, group.linears, strict=True))
-        chosen = readers if of_all else dict(list(readers.items())[len(group.writers) :])
+        chosen = dict(zip(group.linear_names, group.linears, strict=True) if of_all else group.named_readers)
         linears |= chosen
         owners |= dict.fromkeys(chosen, group)
         waiting[group.name] = set(chosen)

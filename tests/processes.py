@@ -31,3 +31,11 @@ def answer(script: str, *arguments: object) -> Any:
     done = run(script, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def complaint(result: tuple[int, str, str], error: str) -> str:
+    """Return the one line that a refused command wrote to stderr, without the program's name in `error`."""
+    code, stdout, stderr = result
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(error) and stderr.endswith("\n") and stderr.count("\n") == 1
+    return stderr.removeprefix(error).strip()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.devices import moved
 from optimum_prune.calibration.moments import check_finite
-from optimum_prune.layerwise import Step, trace, walk
+from optimum_prune.layerwise import trace, walk
 from optimum_prune.modes import frozen
 
 
@@ -32,20 +32,6 @@ class InputMoments:
 
 
 @torch.no_grad()
-def visit(
-    model: PreTrainedModel, linears: Mapping[str, nn.Module], data: CalibrationData, batch_size: int, step: Step
-) -> None:
-    """Run the calibration data through a model, and stop at every new input of the linears; see `layerwise.walk`.
-
-    Raises:
-        CalibrationError: no sample passes through one of the linears.
-    """
-    with frozen(model):
-        groups = trace(model, linears, moved(next(data.even_batches(1)), model))
-        batches = [moved(batch, model) for batch in data.even_batches(batch_size)]
-        walk(model, linears, batches, groups, step, "Inputs")
-
-
 def measure_inputs(
     model: PreTrainedModel,
     linears: Mapping[str, nn.Module],
@@ -63,6 +49,10 @@ def measure_inputs(
         batch_size: samples a micro-batch; the moments do not depend on it (but for rounding).
         full: names of linears whose whole matrix of second moments is wanted.
         use: called with the name of each linear, in the order of the forward; nothing is held afterwards.
+
+    Raises:
+        CalibrationError: no sample passes through one of the linears.
+        UnsupportedModel: an input is not finite.
     """
 
     def step(names: Sequence[str], inputs: Iterator[Tensor]) -> None:
@@ -70,7 +60,10 @@ def measure_inputs(
         for name in names:
             use(name, found)
 
-    visit(model, linears, data, batch_size, step)
+    with frozen(model):
+        groups = trace(model, linears, moved(next(data.even_batches(1)), model))
+        batches = [moved(batch, model) for batch in data.even_batches(batch_size)]
+        walk(model, linears, batches, groups, step, "Inputs")
 
 
 def input_moments(name: str, inputs: Iterable[Tensor], *, full: bool) -> InputMoments:

@@ -190,6 +190,7 @@ def _z(scores: Tensor, pool: Tensor) -> Tensor:
     return torch.where(deviation > 0, (scores - pool.mean(dim=0)) / deviation, 0)
 
 
-def columns_per_unit(columns: Tensor, number: int) -> Tensor:
-    """Sum scores of a reader's columns, `(..., d_in)`, into scores of units, `(..., number)`."""
-    return columns.unflatten(-1, (number, -1)).sum(dim=-1)
+def sum_readers(units: Units, columns: Callable[[Part], Tensor]) -> Tensor:
+    """Sum scores of the readers' columns, `(..., d_in)` each, into scores of units, `(..., number)`."""
+    sums = [columns(reader).unflatten(-1, (units.number, -1)).sum(dim=-1) for reader in units.readers]
+    return torch.stack(sums).sum(dim=0)

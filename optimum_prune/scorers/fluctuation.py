@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from optimum_prune.scorers.base import Scorer, Units, columns_per_unit, no_weights, standardised
+from optimum_prune.scorers.base import Part, Scorer, Units, no_weights, standardised, sum_readers
 
 
 def score_units(units: Units) -> Tensor:
@@ -13,12 +12,12 @@ def score_units(units: Units) -> Tensor:
 
     An et al. 2023, arXiv 2312.11983, there called the fluctuation metric.
     """
-    scores = torch.zeros(units.number, device=units.readers[0].weight.device)
-    for reader in units.readers:
+
+    def columns(reader: Part) -> Tensor:
         assert reader.statistics.variance is not None, "the driver measures the input of every scorer that asks for it"
-        fluctuation = reader.statistics.variance * reader.weight.float().square().sum(dim=0)
-        scores = scores + columns_per_unit(fluctuation, units.number)
-    return scores
+        return reader.statistics.variance * reader.weight.float().square().sum(dim=0)
+
+    return sum_readers(units, columns)
 
 
 def combine(scores: Sequence[Tensor], together: bool) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from optimum_prune.objectives import LOSS
-from optimum_prune.scorers.base import Scorer, Units, columns_per_unit, no_weights
+from optimum_prune.scorers.base import Scorer, Units, no_weights, sum_readers
 
 
 def score_units(units: Units) -> Tensor:
@@ -13,8 +13,7 @@ def score_units(units: Units) -> Tensor:
     are summed with their signs before the one absolute value. Of heads this is Michel et al. 2019, arXiv 1905.10650,
     equation 2; to channels and KV groups it is extended here.
     """
-    gates = sum(columns_per_unit(reader.statistics.gates[LOSS.name], units.number) for reader in units.readers)
-    assert isinstance(gates, Tensor), "a group has readers"
+    gates = sum_readers(units, lambda reader: reader.statistics.gates[LOSS.name])  # (samples, number)
     return gates.abs().mean(dim=0)
 
 

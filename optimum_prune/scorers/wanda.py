@@ -1,9 +1,8 @@
 """Wanda: weights times the norm of what they read."""
 
-import torch
 from torch import Tensor
 
-from optimum_prune.scorers.base import Scorer, Statistics, Units, columns_per_unit
+from optimum_prune.scorers.base import Scorer, Statistics, Units, sum_readers
 
 
 def score(weight: Tensor, statistics: Statistics) -> Tensor:
@@ -25,10 +24,7 @@ def score_units(units: Units) -> Tensor:
 
     An extension of ours (METHODS.md 5); what the unit itself reads plays no part.
     """
-    scores = torch.zeros(units.number, device=units.readers[0].weight.device)
-    for reader in units.readers:
-        scores = scores + columns_per_unit(score(reader.weight, reader.statistics).sum(dim=0), units.number)
-    return scores
+    return sum_readers(units, lambda reader: score(reader.weight, reader.statistics).sum(dim=0))
 
 
 SCORER = Scorer(

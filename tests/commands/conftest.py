@@ -6,6 +6,8 @@ import warnings
 import pytest
 from optimum.commands import optimum_cli
 
+from optimum_prune import Pruner
+
 
 @pytest.fixture
 def call_cli(monkeypatch, capfd):
@@ -26,3 +28,13 @@ def call_cli(monkeypatch, capfd):
         return (code, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch):
+    """Fail where a model is loaded: what must be refused is refused before."""
+
+    def from_pretrained(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Pruner, "from_pretrained", from_pretrained)

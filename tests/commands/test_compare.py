@@ -7,9 +7,8 @@ import pytest
 
 from optimum_prune import registry
 from optimum_prune.comparing import running
-from optimum_prune.pruner import Pruner
 from tests.models import llama
-from tests.processes import answer
+from tests.processes import answer, complaint
 from tests.words import tokenizer
 
 ERROR = "optimum-cli prune compare: error: "
@@ -35,20 +34,14 @@ def cli(dense, monkeypatch, call_cli, tmp_path):
 
 
 @pytest.fixture
-def refused(cli, monkeypatch, tmp_path):
+def refused(cli, loads_nothing, tmp_path):
     """Return a function that runs what must be refused before the model is loaded -> the one line of stderr."""
 
-    def from_pretrained(*arguments, **options):
-        raise AssertionError("a model was loaded")
-
     def call(*arguments: object) -> str:
-        code, stdout, stderr = cli(*arguments)
-        assert (code, stdout) == (2, "")
-        assert stderr.startswith(ERROR) and stderr.endswith("\n") and stderr.count("\n") == 1
+        line = complaint(cli(*arguments), ERROR)
         assert not (tmp_path / "out").exists()
-        return stderr.removeprefix(ERROR).strip()
+        return line
 
-    monkeypatch.setattr(Pruner, "from_pretrained", from_pretrained)
     return call
 
 
