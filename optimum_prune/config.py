@@ -3,22 +3,14 @@
 import hashlib
 import json
 import math
-import os
-import reprlib
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from optimum_prune import checks, registry
-from optimum_prune.errors import InvalidConfig, unknown
+from optimum_prune.errors import InvalidConfig
+from optimum_prune.options import Config, option, part
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-VERSION = 1
 ALLOCATIONS = {
     "structured": ("auto", "uniform", "global", "gamma"),
     "layers": ("auto", "global"),
@@ -63,52 +55,6 @@ MEANINGLESS = {
 IN_MEMORY = "in-memory: "  # how a written config begins the description of data that it does not hold
 
 
-def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a YAML or JSON file, chosen by its suffix, without checking what it says.
-
-    Raises:
-        InvalidConfig: the file cannot be read, is no YAML or JSON, or holds no mapping.
-    """
-    path = Path(path)
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise InvalidConfig(f"A recipe must end in .yaml, .yml or .json, got {path.name!r}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else _read_yaml(text)
-    except OSError as error:
-        raise InvalidConfig(f"Recipe {str(path)!r} cannot be read: {error.strerror}.") from error
-    except (ValueError, _yaml().YAMLError) as error:  # both of json's and unicode's errors are ValueErrors
-        raise InvalidConfig(f"Recipe {str(path)!r} is not valid {path.suffix[1:]}: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidConfig(f"Recipe {str(path)!r} must hold a mapping of fields, got {reprlib.repr(data)}.")
-    return data
-
-
-def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Make a mapping; a field that is there twice would silently be the last one."""
-    mapping: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise ValueError(f"{key!r} is there twice.")
-        mapping[key] = value
-    return mapping
-
-
-def _read_yaml(text: str) -> Any:
-    class Loader(_yaml().SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _unique((key.value, None) for key, _ in node.value if isinstance(key.value, str))
-            return super().construct_mapping(node, deep)
-
-    return _yaml().load(text, Loader)
-
-
-def _yaml() -> Any:
-    import yaml  # here, because this module is imported to print help
-
-    return yaml
-
-
 def _describe(source: Any) -> str:
     """Name a calibration source, without its data when it lives in memory."""
     if isinstance(source, str):
@@ -121,125 +67,45 @@ def _describe(source: Any) -> str:
     return f"{IN_MEMORY}{type(source).__name__}, columns: {columns}"
 
 
-def _option(default: Any, check: checks.Check, help: str) -> Any:
-    """Declare a field: default, check, line of help. One that defaults to None also accepts None."""
-    metadata = {"help": help, "check": check, "optional": default is None}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-class _Config:
-    """What both configurations share: checked fields, and the ways to and from dicts and files."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    def __new__(cls, *_args: Any, **given: Any) -> "Self":
-        """Refuse a misspelt field by name, where a dataclass would raise a bare TypeError."""
-        cls._check_names(given)
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if not (value is None and option.metadata["optional"]):
-                object.__setattr__(self, option.name, option.metadata["check"](option.name, value))
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items() if name != "version")
-        return f"{type(self).__name__}({shown})"
-
-    @classmethod
-    def _check_names(cls, given: Iterable[object]) -> None:
-        names = [option.name for option in fields(cls)]
-        for name in given:
-            if name not in names:
-                raise InvalidConfig(unknown(f"{cls.__name__} field", name, names))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types; data held in memory is described, never copied."""
-        return {"version": VERSION} | {option.name: getattr(self, option.name) for option in fields(self)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Self":
-        """Build from what `to_dict` returned, or from a recipe written by hand.
-
-        Fields that this version does not know are ignored, with a warning, where a newer version wrote them.
-
-        Raises:
-            InvalidConfig: any other unknown field, or a value that is not allowed.
-        """
-        if not isinstance(data, Mapping):
-            raise checks.refuse(cls.__name__, "a mapping of fields", data)
-        values = dict(data)
-        if checks.integer(1)("version", values.pop("version", VERSION)) > VERSION:
-            known = {option.name for option in fields(cls)}
-            if ignored := [name for name in values if name not in known]:
-                warnings.warn(
-                    f"This {cls.__name__} was written by a newer version of optimum_prune; "
-                    f"fields unknown to this one are ignored: {', '.join(map(repr, ignored))}.",
-                    stacklevel=2,
-                )
-            values = {name: value for name, value in values.items() if name in known}
-        cls._check_names(values)
-        return cls(**values)
-
-    def to_yaml(self, path: str | os.PathLike[str]) -> None:
-        """Write a YAML recipe."""
-        text = _yaml().safe_dump(self.to_dict(), sort_keys=False)  # its allow_unicode would lose line breaks
-        Path(path).write_text(text, encoding="utf-8")
-
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON recipe."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> "Self":
-        """Read a recipe; the suffix says whether it is YAML or JSON."""
-        return cls.from_dict(read_recipe(path))
-
-    from_yaml = from_json = from_file
-
-
 @dataclass(frozen=True, repr=False)
-class CalibrationConfig(_Config):
+class CalibrationConfig(Config):
     """Which texts the statistics are taken from, and how much of them."""
 
-    source: Any = _option(
+    source: Any = option(
         "self",
         checks.source,
         "dataset id ('path' or 'path:name'), local file or folder, or 'self': text that the model itself "
         "generates; in Python also a list of strings, a list of token-id lists or a datasets.Dataset",
     )
-    num_samples: int = _option(32, checks.integer(1), "number of token sequences")
-    seq_len: int | None = _option(
+    num_samples: int = option(32, checks.integer(1), "number of token sequences")
+    seq_len: int | None = option(
         None,
         checks.integer(1),
         "tokens per sequence; by default what the scorer recommends, else min(2048, the model's limit), "
         "for encoder-decoders 512",
     )
-    batch_size: int = _option(
+    batch_size: int = option(
         4, checks.integer(1), "sequences per forward pass; changes memory and time, not the result"
     )
-    seed: int = _option(0, checks.integer(0), "seed of the draw of sequences")
-    split: str = _option("train", checks.text, "split of a dataset id")
-    text_column: str | None = _option(
+    seed: int = option(0, checks.integer(0), "seed of the draw of sequences")
+    split: str = option("train", checks.text, "split of a dataset id")
+    text_column: str | None = option(
         None, checks.text, "column that holds the text; by default 'text', else the only column of strings"
     )
-    target_column: str | None = _option(
+    target_column: str | None = option(
         None, checks.text, "column that holds the answer to the text, for encoder-decoders (T5)"
     )
-    image_column: str | None = _option(
+    image_column: str | None = option(
         None, checks.text, "column that holds the image, or a list of them, for image-text models; by default 'image'"
     )
 
-    selection: str = _option(
+    selection: str = option(
         "none",
         checks.one_of("selection", lambda: SELECTIONS),
         "'kl': prune with several drawn batches on trial, and use the one after which the model stays nearest to the "
         "dense one; 'none': use the first one drawn",
     )
-    candidates: int = _option(8, checks.integer(2), "batches drawn for selection 'kl'")
+    candidates: int = option(8, checks.integer(2), "batches drawn for selection 'kl'")
 
     def __post_init__(self) -> None:
         """Check every field, then that questions are not their own answers."""
@@ -256,129 +122,116 @@ class CalibrationConfig(_Config):
 
 
 @dataclass(frozen=True, repr=False)
-class InductionConfig(_Config):
+class InductionConfig(Config):
     """How masks are learned on top of a scorer (sparsity induction, SI): one scale for each input of a linear.
 
     The paper publishes neither the learning rate nor the constants of its spectral term: all defaults are ours.
     """
 
-    epochs: int = _option(2, checks.integer(1), "passes over the calibration sequences, for each block")
-    batch_size: int = _option(4, checks.integer(1), "sequences a step of training; changes the result")
-    learning_rate: float = _option(0.1, checks.number(0), "of Adam, on the logarithms of the scales")
-    temperature_start: float = _option(
+    epochs: int = option(2, checks.integer(1), "passes over the calibration sequences, for each block")
+    batch_size: int = option(4, checks.integer(1), "sequences a step of training; changes the result")
+    learning_rate: float = option(0.1, checks.number(0), "of Adam, on the logarithms of the scales")
+    temperature_start: float = option(
         0.1, checks.number(0), "how soft the mask is that gradients see, in logarithms of scores, at the first step"
     )
-    temperature_end: float = _option(0.02, checks.number(0), "the same at the last step")
-    bound: float = _option(4.0, checks.number(1), "scales stay between 1/bound and bound; their geometric mean is 1")
-    held_out: float = _option(
+    temperature_end: float = option(0.02, checks.number(0), "the same at the last step")
+    bound: float = option(4.0, checks.number(1), "scales stay between 1/bound and bound; their geometric mean is 1")
+    held_out: float = option(
         0.125,
         checks.number(0, below=1),
         "fraction of the calibration sequences that no mask is trained on, by which the better mask is chosen",
     )
-    spectral: float = _option(
+    spectral: float = option(
         0.0,
         checks.number(0, or_equal=True),
         "weight of the term exp(-spectral_alpha * sum of the norms of the scaled weights), in units of the loss of the "
         "scorer's own masks; 0 leaves it out",
     )
-    spectral_alpha: float = _option(1e-3, checks.number(0), "see spectral")
-    spectral_power: float = _option(2.0, checks.number(0), "of the norms in the spectral term (Schatten norms)")
-
-
-def _part(config: type[_Config]) -> checks.Check:
-    """Accept a config of that type, or a mapping of its fields."""
-
-    def check(name: str, value: Any) -> Any:
-        if isinstance(value, config):
-            return value
-        if isinstance(value, Mapping):
-            return config.from_dict(value)
-        raise checks.refuse(name, f"a {config.__name__} or a mapping", value)
-
-    return check
+    spectral_alpha: float = option(1e-3, checks.number(0), "see spectral")
+    spectral_power: float = option(2.0, checks.number(0), "of the norms in the spectral term (Schatten norms)")
 
 
 @dataclass(frozen=True, repr=False)
-class PruningConfig(_Config):
+class PruningConfig(Config):
     """What is removed, by which score, and how it is spread over the layers."""
 
     quant_method: ClassVar = "optimum_prune"  # the word by which transformers finds the plugin
 
-    pattern: str = _option(
+    pattern: str = option(
         "structured",
         checks.pattern,
         "what is removed: 'structured' (units inside of blocks), 'layers' (whole blocks, or sub-layers), "
         "'unstructured' (single weights, which become zero) or n:m, e.g. '2:4' (n zeros in every m weights)",
     )
-    scorer: str = _option(
+    scorer: str = option(
         None,
         checks.one_of("scorer", lambda: registry.available("scorers")),
         "how units or layers are ranked, by name; by default what the pattern recommends: 'taylor' for 'structured', "
         "'block_influence' for 'layers', 'sparsegpt' for zeros",
     )
-    sparsity: float | dict[str, float] | None = _option(
+    sparsity: float | dict[str, float] | None = option(
         None,
         checks.sparsity,
         "fraction of the targeted weights (or blocks, or sub-layers) to remove, in [0, 1); in Python and recipes also "
         "a mapping of module patterns to fractions (pattern 'unstructured'; the rest is left alone)",
     )
-    allocation: str = _option(
+    allocation: str = option(
         "auto",
         checks.one_of("allocation", lambda: dict.fromkeys(chain(*ALLOCATIONS.values()))),
         "how the removal is spread over the layers: 'uniform' (the same fraction in each), 'global' (one "
         "ranking per kind of unit), 'gamma' (global, MLP and attention coupled by gamma) or 'auto' (what the "
         "scorer recommends). Of pattern 'unstructured': 'row', 'matrix' (the same fraction in each) or 'global'",
     )
-    gamma: float | Literal["auto"] = _option(
+    gamma: float | Literal["auto"] = option(
         "auto", checks.gamma, "how much larger a fraction MLPs lose than attention: a number > 0, or 'auto'"
     )
-    units: list[str] | None = _option(
+    units: list[str] | None = option(
         None,
         checks.list_of("kinds of unit", checks.text),
         "kinds of unit to remove: 'kv_group' (a key/value head with its query heads), 'mlp_channel'; by default both. "
         "Of pattern 'layers': 'layer' (a block; the default), or the sub-layers 'attention' and 'mlp'",
     )
-    stacks: list[str] | None = _option(
+    stacks: list[str] | None = option(
         None,
         checks.list_of("names of stacks", checks.text),
         "stacks of blocks to prune, by name: 'encoder' and 'decoder' of T5, 'language' and 'vision' of LLaVA; by "
         "default all but a vision tower",
     )
-    include: list[str] | None = _option(
+    include: list[str] | None = option(
         None,
         checks.list_of("glob patterns", checks.text),
         "glob patterns of the modules to prune, e.g. 'model.layers.1?.mlp'",
     )
-    exclude: list[str] | None = _option(
+    exclude: list[str] | None = option(
         None, checks.list_of("glob patterns", checks.text), "glob patterns of the modules to leave"
     )
-    round_to: int = _option(8, checks.integer(1), "MLP channels kept are rounded up to a multiple of this")
-    keep_first: int = _option(1, checks.integer(0), "blocks at the start of a stack that stay whole (pattern 'layers')")
-    keep_last: int = _option(1, checks.integer(0), "blocks at the end of a stack that stay whole (pattern 'layers')")
-    scorer_options: dict[str, Any] | None = _option(
+    round_to: int = option(8, checks.integer(1), "MLP channels kept are rounded up to a multiple of this")
+    keep_first: int = option(1, checks.integer(0), "blocks at the start of a stack that stay whole (pattern 'layers')")
+    keep_last: int = option(1, checks.integer(0), "blocks at the end of a stack that stay whole (pattern 'layers')")
+    scorer_options: dict[str, Any] | None = option(
         None,
         checks.options,
         "options of the scorer, by name; which there are is in the scorer's documentation",
     )
-    compensation: str = _option(
+    compensation: str = option(
         "auto",
         checks.one_of("compensation", lambda: COMPENSATIONS),
         "how what stays makes up for units that go: 'least_squares' (new weights for the linears that read them), "
         "'sequential' (the same, layer after layer), 'bias' (shifts biases, where there are any), 'none', or 'auto' "
         "(least squares where the scorer needs calibration data anyway, else none)",
     )
-    steps: int = _option(
+    steps: int = option(
         1, checks.integer(1), "units go in so many steps, and are scored anew after each (pattern 'structured')"
     )
-    calibration: CalibrationConfig = _option(
-        CalibrationConfig, _part(CalibrationConfig), "data for scorers that need any"
+    calibration: CalibrationConfig = option(
+        CalibrationConfig, part(CalibrationConfig), "data for scorers that need any"
     )
-    induction: InductionConfig | None = _option(
+    induction: InductionConfig | None = option(
         None,
-        _part(InductionConfig),
+        part(InductionConfig),
         "learn the masks of scorers magnitude, wanda or sparsegpt, block by block; scorer 'si' is wanda with it",
     )
-    seed: int = _option(0, checks.integer(0), "seed of whatever is random in a scorer")
+    seed: int = option(0, checks.integer(0), "seed of whatever is random in a scorer")
 
     def __post_init__(self) -> None:
         """Check every field, then those that constrain each other."""
@@ -432,10 +285,12 @@ class PruningConfig(_Config):
 
     def _check_units(self) -> None:
         """Refuse fields that mean nothing for the pattern, and units of another one."""
-        for option in fields(self):
-            value, reason = getattr(self, option.name), MEANINGLESS[self.kind].get(option.name)
-            if reason and value != option.default:
-                raise InvalidConfig(f"{option.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}.")
+        for declared in fields(self):
+            value, reason = getattr(self, declared.name), MEANINGLESS[self.kind].get(declared.name)
+            if reason and value != declared.default:
+                raise InvalidConfig(
+                    f"{declared.name}={value!r} has no meaning with pattern {self.pattern!r}: {reason}."
+                )
         allowed = LAYER_UNITS if self.kind == "layers" else UNITS
         for unit in self.units or ():
             if unit in (*UNITS, *LAYER_UNITS) and unit not in allowed:

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimum_prune import registry
-from optimum_prune.config import IN_MEMORY, LAYER_UNITS, UNITS, CalibrationConfig, PruningConfig, read_recipe
+from optimum_prune.config import IN_MEMORY, LAYER_UNITS, UNITS, CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.options import read_recipe
 
 # Strategies
 

@@ -12,7 +12,7 @@ import optimum_prune
 
 PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
-    {"errors", "checks", "registry", "config"},
+    {"errors", "checks", "registry", "options", "config"},
     {"allocation", "bounds", "masks", "objectives", "scales", "solvers", "compensation", "adapters", "scorers"},
     {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"}
     | {"sparsity", "callbacks", "semi_structured", "refit", "rescaling", "streams", "scaling", "induction"},

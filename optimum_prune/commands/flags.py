@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optimum_prune import registry
-from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig, read_recipe
+from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
 from optimum_prune.errors import PruningError
+from optimum_prune.options import read_recipe
 
 CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
 INDUCTION = "induction_"  # and of InductionConfig

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from optimum_prune.comparing.naming import within
-from optimum_prune.config import PruningConfig, read_recipe
+from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig, unknown
+from optimum_prune.options import read_recipe
 
 Fields = Mapping[str, Any]
 
