@@ -25,6 +25,9 @@ __all__ = [
     "PruningConfig",
     "PruningError",
     "PruningReport",
+    "PublishError",
+    "RecoveryConfig",
+    "RecoveryReport",
     "UnsupportedArchitecture",
     "UnsupportedModel",
     "accelerate_2_4_",
@@ -32,6 +35,7 @@ __all__ = [
     "equivalent_rescale_",
     "masks_of",
     "prune",
+    "recover",
     "rescaling_sites",
 ]
 
@@ -43,12 +47,16 @@ if TYPE_CHECKING:
         CheckpointError,
         InvalidConfig,
         PruningError,
+        PublishError,
         UnsupportedArchitecture,
         UnsupportedModel,
     )
     from optimum_prune.pipeline import prune
     from optimum_prune.planning.plan import Plan
     from optimum_prune.pruner import Pruner
+    from optimum_prune.recovery.config import RecoveryConfig
+    from optimum_prune.recovery.recover import recover
+    from optimum_prune.recovery.report import RecoveryReport
     from optimum_prune.report import PruningReport
     from optimum_prune.rescaling import equivalent_rescale_, rescaling_sites
     from optimum_prune.semi_structured import accelerate_2_4_
@@ -62,11 +70,14 @@ _HOMES = {
     "Pruner": "pruner",
     "PruningConfig": "config",
     "PruningReport": "report",
+    "RecoveryConfig": "recovery.config",
+    "RecoveryReport": "recovery.report",
     "accelerate_2_4_": "semi_structured",
     "apply_masks_": "sparsity",
     "equivalent_rescale_": "rescaling",
     "masks_of": "sparsity",
     "prune": "pipeline",
+    "recover": "recovery.recover",
     "rescaling_sites": "rescaling",
 }  # all others are errors
 

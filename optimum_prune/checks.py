@@ -22,13 +22,13 @@ def refuse(name: str, expected: str, value: object) -> InvalidConfig:
     return InvalidConfig(f"{name} must be {expected}, got {reprlib.repr(value)}.")
 
 
-def integer(minimum: int) -> Check:
-    """Accept integers from `minimum` on. A bool is none."""
+def integer(minimum: int, below: int = 2**63) -> Check:
+    """Accept integers from `minimum` on, and below what torch takes as seeds and sizes. A bool is none."""
+    expected = f"an integer >= {minimum}" + (f" and < {below}" if below < 2**63 else "")
 
     def check(name: str, value: Any) -> int:
-        # 2**63 is where the seeds and sizes of torch end
-        if not _is_integer(value) or not minimum <= int(value) < 2**63:
-            raise refuse(name, f"an integer >= {minimum}", value)
+        if not _is_integer(value) or not minimum <= int(value) < below:
+            raise refuse(name, expected, value)
         return int(value)
 
     return check
@@ -80,6 +80,13 @@ def number(above: float, below: float = math.inf, *, or_equal: bool = False) -> 
         return given
 
     return check
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Accept True and False, not what only counts as such."""
+    if not isinstance(value, bool):
+        raise refuse(name, "True or False", value)
+    return value
 
 
 def text(name: str, value: Any) -> str:

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass, fields
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from optimum_prune import checks, registry
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.fetching import fetch_record
 from optimum_prune.options import Config, option, part
 
 ALLOCATIONS = {
@@ -55,8 +58,8 @@ MEANINGLESS = {
 IN_MEMORY = "in-memory: "  # how a written config begins the description of data that it does not hold
 
 
-def _describe(source: Any) -> str:
-    """Name a calibration source, without its data when it lives in memory."""
+def describe_source(source: Any) -> str:
+    """Name a source of data, without its data when it lives in memory."""
     if isinstance(source, str):
         return source
     if isinstance(source, list):
@@ -65,6 +68,25 @@ def _describe(source: Any) -> str:
         return f"{IN_MEMORY}{len(source)} {kind}, sha256 {digest[:16]}"
     columns = ", ".join(source.column_names or ["unknown"])  # a streamed dataset may not know its columns yet
     return f"{IN_MEMORY}{type(source).__name__}, columns: {columns}"
+
+
+def check_columns(text: str | None, target: str | None) -> None:
+    """Refuse one column for questions and their answers."""
+    if target is not None and target == text:
+        raise InvalidConfig(
+            f"text_column and target_column are both {text!r}; a question and its answer are in two columns."
+        )
+
+
+def without_paths(value: Any) -> Any:
+    """Return what is published of plain JSON types: of absolute paths, which say nothing to others, the last name."""
+    if isinstance(value, str):
+        return Path(value).name if os.path.isabs(value) else value
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    if isinstance(value, dict):
+        return {without_paths(key): without_paths(item) for key, item in value.items()}
+    return value
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,15 +132,11 @@ class CalibrationConfig(Config):
     def __post_init__(self) -> None:
         """Check every field, then that questions are not their own answers."""
         super().__post_init__()
-        if self.target_column is not None and self.target_column == self.text_column:
-            raise InvalidConfig(
-                f"text_column and target_column are both {self.text_column!r}; a question and its answer are in two "
-                "columns."
-            )
+        check_columns(self.text_column, self.target_column)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""
-        return super().to_dict() | {"source": _describe(self.source)}
+        return super().to_dict() | {"source": describe_source(self.source)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,7 +148,9 @@ class InductionConfig(Config):
 
     epochs: int = option(2, checks.integer(1), "passes over the calibration sequences, for each block")
     batch_size: int = option(4, checks.integer(1), "sequences a step of training; changes the result")
-    learning_rate: float = option(0.1, checks.number(0), "of Adam, on the logarithms of the scales")
+    learning_rate: float = option(
+        0.1, checks.number(0), "of Adam, on the logarithms of the scales, and on what biases make up for"
+    )
     temperature_start: float = option(
         0.1, checks.number(0), "how soft the mask is that gradients see, in logarithms of scores, at the first step"
     )
@@ -149,11 +169,20 @@ class InductionConfig(Config):
     )
     spectral_alpha: float = option(1e-3, checks.number(0), "see spectral")
     spectral_power: float = option(2.0, checks.number(0), "of the norms in the spectral term (Schatten norms)")
+    allow_bias: bool = option(
+        False,
+        checks.boolean,
+        "where a linear has no bias, create one if that helps; the result may need this package to load. Biases that "
+        "there are take part anyway",
+    )
 
 
 @dataclass(frozen=True, repr=False)
 class PruningConfig(Config):
-    """What is removed, by which score, and how it is spread over the layers."""
+    """What is removed, by which score, and how it is spread over the layers.
+
+    Given to `from_pretrained` as its `quantization_config`, it prunes while loading.
+    """
 
     quant_method: ClassVar = "optimum_prune"  # the word by which transformers finds the plugin
 
@@ -270,6 +299,22 @@ class PruningConfig(Config):
         n, m = self.pattern.split(":")
         return int(n), int(m)
 
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -> "PruningConfig":
+        """Read the recipe of a pruned checkpoint, of its last pruning where there were several; no weight is read.
+
+        Data that was held in memory is only described in it: set `calibration` anew before you prune by it.
+
+        Args:
+            name_or_path: a local directory, or a Hub id.
+            hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder` or `force_download`.
+
+        Raises:
+            CheckpointError: it cannot be had, or was not pruned by this package.
+            InvalidConfig: this version does not know what the recipe says.
+        """
+        return cls.from_dict(fetch_record(name_or_path, **hub_kwargs)["recipe"])
+
     def _check_pattern(self) -> None:
         if ":" in self.pattern and self.sparsity is not None:
             n, m = self.n_of_m or (0, 1)
@@ -316,11 +361,19 @@ class PruningConfig(Config):
                 f"induction has no meaning with scorer {self.scorer!r}: it scales scores that are products of weights "
                 f"and inputs. Possible: {', '.join(map(repr, INDUCIBLE))}."
             )
+        if self.induction.allow_bias and self.scorer == "sparsegpt":
+            raise InvalidConfig(
+                "induction.allow_bias has no meaning with scorer 'sparsegpt', whose weights make up for the mean of "
+                "the inputs themselves: no bias is shifted or created. Leave it out, or choose 'wanda' or 'magnitude'."
+            )
         if self.allocation == "global":
             raise InvalidConfig(
                 "induction has no meaning with allocation='global': masks are learned one block after the other, and "
                 "one ranking needs all scores at once. Use 'row' or 'matrix'."
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PruningConfig":
+        return self  # it does not change, and transformers copies it on its way in, with the calibration data
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""

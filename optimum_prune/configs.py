@@ -20,7 +20,7 @@ COMPACT = {
 }
 """The `quantization_config` block of a compact checkpoint: it makes transformers call the plugin."""
 PER_LAYER = "per_layer"
-"""Key in that block: path of a stack -> layer -> config attribute -> count."""
+"""Key in that block: path of a stack -> layer -> config attribute -> count; and lists of names, see `sizes.LISTS`."""
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Config attributes with an entry for every layer. By name, since a list of end tokens may happen to be as long."""
 

@@ -89,6 +89,10 @@ class DepthPool:
         going = {layer.name for layer in ranked[: self.remove]}
         return {layer.name: torch.arange(int(layer.name not in going), device="cpu") for layer in self.layers}
 
+    def ranking(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the layers are ranked by, `(1,) float32`, by name."""
+        return {layer.name: scores[layer.name].reshape(1) for layer in self.layers}
+
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Drop the blocks, or skip the sub-layers, that are not kept."""
         reports = [self._report(layer, kept[layer.name].tolist()) for layer in self.layers]

@@ -30,6 +30,10 @@ class CheckpointError(PruningError, RuntimeError):
     """A checkpoint that cannot be written or does not fit its own description."""
 
 
+class PublishError(PruningError, RuntimeError):
+    """The Hub did not take a checkpoint, which is still whole where it was saved."""
+
+
 def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
     """Word the message about a name that does not exist.
 

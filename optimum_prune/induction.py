@@ -3,7 +3,11 @@
 A block is pruned by the scorer first. Then scales of its inputs are trained, which choose other masks: what the block
 returns should be what the dense block returns of the same inputs, those of the pruned blocks before it. Some sequences
 are held out; where the learned masks do no better on them, the scorer's own stay. The scales are gone afterwards: what
-is left is weights with zeros, and shifted biases where there are any.
+is left is weights with zeros, and biases.
+
+Biases make up for the weights that go: `b + (W - W M) delta`, where delta stands for the input. It starts at the mean,
+and is trained along with the scales; where the same masks do better on what is held out with the biases as they were,
+those stay. Linears without a bias get one only with consent, since not every class can load it.
 
 After Jiang et al. 2026, arXiv 2602.21652. The paper trains scales that are absorbed into the model; for a fixed mask
 they change nothing (equation 3), so here they only choose it. The start (scales of 1, not equation 5), the training and
@@ -21,12 +25,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from optimum_prune.biases import add_, has_bias, remove_
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.devices import moved
 from optimum_prune.config import InductionConfig
 from optimum_prune.errors import CalibrationError
 from optimum_prune.layerwise import Batch, Step, calls, lockstep
-from optimum_prune.scaling import Candidate, Masks, Passes, Shared, output, train_
+from optimum_prune.scaling import Candidate, Found, Masks, Passes, Shared, output, train_, write_
 
 Solve = Callable[[Sequence[str], Iterator[Tensor], Masks], None]
 """`(names of linears, their common input from every micro-batch, masks)`: sets their weights, zero where masked."""
@@ -55,11 +60,15 @@ class Gain:
         block: module path.
         base: mean square difference to the dense block's output on held-out sequences, with the scorer's own masks.
         induced: the same with the learned ones.
+        shifted: biases that were there, and shifted.
+        created: biases that were not.
     """
 
     block: str
     base: float
     induced: float
+    shifted: int = 0
+    created: int = 0
 
     @property
     def kept(self) -> bool:
@@ -70,7 +79,8 @@ class Gain:
         """Return plain JSON types, which have no number that is not finite."""
         losses = {"base": self.base, "induced": self.induced}
         shown = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
-        return {"block": self.block, **shown, "kept": self.kept}
+        biases = {"shifted": self.shifted, "created": self.created}
+        return {"block": self.block, **shown, "kept": self.kept, **biases}
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ def induce_(
         for name, given in calls(model, blocks, batches):
             passes = Passes(blocks[name], given, [output(blocks[name], call) for call in given])
             own = [{linear: candidates[linear] for linear in group} for group in parts[name]]
-            gains.append(Gain(name, *_prune_(passes, own, sequences, base, config, seed)))
+            gains.append(_prune_(passes, own, sequences, base, config, seed))
             bar.set_postfix(loss=f"{min(gains[-1].induced, gains[-1].base):.3g}")
             bar.update()
     return gains
@@ -150,28 +160,35 @@ def _prune_(
     base: Base,
     config: InductionConfig,
     seed: int,
-) -> tuple[float, float]:
-    """Prune one block the better way; return the held-out losses of the scorer's masks and of the learned ones."""
+) -> Gain:
+    """Prune one block the better way: by the scorer, or by what is learned, with biases or without."""
     training, held_out = (
         Passes(passes.block, *part)
         for part in zip(sequences.parts(passes.given), sequences.parts(passes.targets), strict=True)
     )
+    members = [member for group in groups for member in group.values()]
+    bare = [member.linear for member in members if config.allow_bias and not has_bias(member.linear)]
+    for linear in bare:
+        add_(linear)
     shared = _base_(passes, groups, base)
     before = held_out.loss()
     own = [(parameter, parameter.detach().clone()) for group in shared for parameter in group.parameters]
-    after, masks = before, {}
-    if 0 < before < math.inf:
-        after, masks = train_(shared, training, held_out, before, config, seed)
-    if masks:
-        for group in shared:
-            group.write_(masks)
+    best = train_(shared, training, held_out, before, config, seed) if 0 < before < math.inf else Found(before)
+    after = best.loss
+    if best.masks:
+        write_(shared, best.masks, best.deltas)
         if base.solve is not None:
-            _solve_(passes, shared, masks, base.solve)
+            _solve_(passes, shared, best.masks, base.solve)
             after = held_out.loss()
     if not after < before:
         for parameter, kept in own:
             parameter.copy_(kept)
-    return before, after
+    biases = sum(len(group.biases) for group in shared) if best.deltas and after < before else 0
+    if not biases:
+        for linear in bare:
+            remove_(linear)
+    created = min(biases, len(bare))
+    return Gain(members[0].block, before, after, biases - created, created)
 
 
 def _base_(passes: Passes, groups: Sequence[Mapping[str, Candidate]], base: Base) -> list[Shared]:
@@ -188,7 +205,8 @@ def _base_(passes: Passes, groups: Sequence[Mapping[str, Candidate]], base: Base
             pass
         root = moments.root if base.by_inputs else torch.ones_like(moments.root)
         # Solved weights make up for the mean themselves.
-        shared.append(Shared(members, weights, {} if base.solve else biases, root, moments.mean))
+        shifted = {} if base.solve else biases
+        shared.append(Shared(members, weights, shifted, root, moments.mean, moments.root))
 
     linears = {name: member.linear for group in groups for name, member in group.items()}
     lockstep(passes.block, passes.given, linears, [list(group) for group in groups], prune)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from optimum_prune.biases import only_for_now, settle_, without
 from optimum_prune.binding import BoundGroup, bind, check_patterns, check_prunable, is_targeted, matches, select
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.devices import moved
@@ -19,11 +20,12 @@ from optimum_prune.induction import Base, Gain, induce_, split
 from optimum_prune.layerwise import trace, walk
 from optimum_prune.masks import global_masks, matrix_mask, n_of_m_mask, removed_of, row_mask
 from optimum_prune.modes import frozen
+from optimum_prune.quantiles import kept_and_removed
 from optimum_prune.report import GroupReport
 from optimum_prune.scaling import Candidate
 from optimum_prune.scorers.base import Scorer, Statistics
 from optimum_prune.scoring import score_weights
-from optimum_prune.sizes import forget_file_
+from optimum_prune.sizes import describe_, forget_file_
 from optimum_prune.surgery import cutting, kept_aside
 
 UNIT = "weight"
@@ -52,6 +54,7 @@ class MaskTargets:
         n_of_m: n zeros of every m, where that is the pattern.
         notes: for the report, filled while pruning: fallbacks and doubtful inputs, by module.
         gains: the same, of learned masks.
+        scores: the same, of the scores of each linear; see `GroupReport`.
     """
 
     targets: list[Target]
@@ -59,6 +62,7 @@ class MaskTargets:
     n_of_m: tuple[int, int] | None
     notes: list[str] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
+    scores: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @property
     def allocation(self) -> str:
@@ -90,7 +94,18 @@ class MaskTargets:
     def prune_(
         self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
     ) -> list[GroupReport]:
-        """Zero weights; shapes and sizes in the config stay."""
+        """Zero weights; shapes stay, and the config, unless biases are created."""
+        bare = without(model)
+        self._prune_weights_(model, scorer, data, config)
+        if settle_(model, bare):
+            describe_(model)
+        forget_file_(model)
+        return [_report(target, self.scores.get(target.name)) for target in self.targets]
+
+    @torch.no_grad()
+    def _prune_weights_(
+        self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
+    ) -> None:
         if scorer.needs_gradients:
             assert data is not None, "the pipeline loads calibration data for every scorer that takes gradients"
             self._by_gradients_(model, scorer, data, config.calibration.batch_size)
@@ -100,8 +115,6 @@ class MaskTargets:
         else:
             assert data is not None, "the pipeline loads calibration data for whatever looks at inputs"
             self._by_inputs_(model, scorer, data, config)
-        forget_file_(model)
-        return [_report(target) for target in self.targets]
 
     @contextmanager
     def trial(
@@ -109,22 +122,25 @@ class MaskTargets:
     ) -> Iterator[None]:
         """Prune for a while."""
         linears = [target.linear for target in self.targets]
-        # Induction shifts biases too.
-        with kept_aside([parameter for linear in linears for parameter in linear.parameters(recurse=False)]):
-            self.prune_(model, scorer, data, config)
+        # Induction shifts biases too, or creates them.
+        parameters = [parameter for linear in linears for parameter in linear.parameters(recurse=False)]
+        with kept_aside(parameters), only_for_now(model):
+            self._prune_weights_(model, scorer, data, config)
             self.notes.clear()
             self.gains.clear()
+            self.scores.clear()
             yield
 
     def _by_weights_(self, scorer: Scorer, generator: torch.Generator) -> None:
         if self.scope == "global":
             scores = [scorer.score(target.linear.weight, Statistics(generator)) for target in self.targets]
             remove = removed_of(sum(score.numel() for score in scores), self.targets[0].sparsity)
-            for target, mask in zip(self.targets, global_masks(scores, remove), strict=True):
+            for target, own, mask in zip(self.targets, scores, global_masks(scores, remove), strict=True):
+                self.scores[target.name] = kept_and_removed(own, mask)
                 _zero_(target, mask)
             return
         for target in self.targets:
-            _zero_(target, self._mask(scorer.score(target.linear.weight, Statistics(generator)), target.sparsity))
+            self._choose_(target, scorer.score(target.linear.weight, Statistics(generator)))
 
     def _by_gradients_(self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData, batch_size: int) -> None:
         """Choose from gradients of the dense model: nothing is cut before all is chosen."""
@@ -134,6 +150,7 @@ class MaskTargets:
         def choose(name: str, scores: Tensor) -> None:
             if name in targets:
                 masks[name] = self._mask(scores, targets[name].sparsity)
+                self.scores[name] = kept_and_removed(scores, masks[name])
 
         groups = [group for group in bind(model) if not targets.keys().isdisjoint(group.linear_names)]
         score_weights(model, groups, scorer, data, batch_size, choose)
@@ -154,6 +171,7 @@ class MaskTargets:
                 sequences = split(data, config.induction, config.seed)
                 with cutting():
                     self.gains[:] = induce_(model, candidates, groups, sequences, base, config.induction, config.seed)
+                self.scores.clear()  # what is learned has none
                 return
             batches = [moved(batch, model) for batch in data.even_batches(config.calibration.batch_size)]
             with cutting():
@@ -166,8 +184,7 @@ class MaskTargets:
         members = [targets[name] for name in names]
         if scorer.inputs is None:
             for target in members:
-                scores = scorer.score(target.linear.weight, Statistics(torch.Generator()))
-                _zero_(target, self._mask(scores, target.sparsity))
+                self._choose_(target, scorer.score(target.linear.weight, Statistics(torch.Generator())))
             return
         moment = second_moment(names[0], inputs, full=scorer.inputs == "hessian")
         diagonal = moment.diagonal() if moment.dim() == 2 else moment
@@ -176,7 +193,7 @@ class MaskTargets:
         if scorer.solve is None:
             statistics = Statistics(torch.Generator(), norm=diagonal.sqrt())
             for target in members:
-                _zero_(target, self._mask(scorer.score(target.linear.weight, statistics), target.sparsity))
+                self._choose_(target, scorer.score(target.linear.weight, statistics))
             return
         for sparsity in dict.fromkeys(target.sparsity for target in members):
             alike = [target for target in members if target.sparsity == sparsity]
@@ -202,6 +219,12 @@ class MaskTargets:
             weights, scorer.solve_masked(weights, moment, [masks[n] for n in names]), strict=True
         ):
             weight.copy_(solved)
+
+    def _choose_(self, target: Target, scores: Tensor) -> None:
+        """Zero the lowest."""
+        mask = self._mask(scores, target.sparsity)
+        self.scores[target.name] = kept_and_removed(scores, mask)
+        _zero_(target, mask)
 
     def _candidate(self, target: Target) -> Candidate:
         weight = target.linear.weight
@@ -327,6 +350,6 @@ def _zero_(target: Target, mask: Tensor) -> None:
     target.linear.weight.mul_(mask).add_(0)
 
 
-def _report(target: Target) -> GroupReport:
+def _report(target: Target, scores: dict[str, list[float]] | None) -> GroupReport:
     total, left = target.linear.weight.numel(), int(target.linear.weight.count_nonzero())
-    return GroupReport(target.name, target.stack, target.layer, UNIT, total, left, [], total, left)
+    return GroupReport(target.name, target.stack, target.layer, UNIT, total, left, [], total, left, scores)

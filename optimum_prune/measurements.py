@@ -1,6 +1,7 @@
 """Measurements as data, and the table that sets a pruned model beside its dense one."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from statistics import median
@@ -8,6 +9,9 @@ from typing import Any
 
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.report import align, describe_data
+
+STAGES = ("dense", "pruned", "recovered", "control")
+"""What evaluations are of, in the order of columns; `"control"` is the dense model after the recovery's training."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,10 @@ class Evaluation:
         """Where it was measured, in general words."""
         return f"{self.device}, {self.dtype}, CPU threads: {self.threads}"
 
+    def is_alike(self, other: "Evaluation") -> bool:
+        """Tell whether both were measured on the same data, by whatever path it was read."""
+        return self.data["fingerprint"] == other.data["fingerprint"]
+
     def timed(self, latency: Latency) -> "Evaluation":
         """Return the same with the medians of a latency measurement."""
         return replace(
@@ -116,7 +124,7 @@ class Evaluation:
         return cls(**{option.name: data[option.name] for option in fields(cls)})
 
     def __str__(self) -> str:
-        return comparison(None, self)
+        return comparison({"dense": self})
 
 
 def check_evaluation(dataset: object, selection: str = "none") -> None:
@@ -136,40 +144,54 @@ def check_evaluation(dataset: object, selection: str = "none") -> None:
         )
 
 
-def comparison(dense: Evaluation | None, pruned: Evaluation) -> str:
-    """Lay out the measurements of a pruned model, beside those of its dense one where they are given."""
-    heading = ("", "dense", "pruned", "ratio")
-    rows = [heading, *comparison_rows(dense, pruned)]
-    if dense is None:
-        rows = [(label, value) for label, _, value, _ in rows[1:]]
-    return "\n".join([*align(rows), f"measured on {describe_data(pruned.data)}; {pruned.machine}"])
+def comparison(evaluations: Mapping[str, Evaluation]) -> str:
+    """Lay out measurements as a table; see `comparison_rows`."""
+    final = latest(evaluations)
+    rows = comparison_rows(evaluations)
+    if len(evaluations) == 1:
+        rows = rows[1:]  # a single column needs no heading
+    return "\n".join([*align(rows), f"measured on {describe_data(final.data)}; {final.machine}"])
 
 
-def comparison_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[str, str, str, str]]:
-    """Return `(label, dense, pruned, ratio)` of all that was measured; `""` where there is no such number.
+def latest(evaluations: Mapping[str, Evaluation]) -> Evaluation:
+    """Return the measurements of the model as it is now."""
+    return next(evaluations[name] for name in ("recovered", "pruned", "dense") if name in evaluations)
 
-    There is a ratio only of what was measured alike: on the same data, or on the same machine and lengths.
+
+def comparison_rows(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
+    """Return a heading, and a row of all that was measured of the model as it is now; `""` where there is no number.
+
+    There is a ratio to the dense model only of what was measured alike: on the same data, or on the same machine and
+    lengths.
+
+    Args:
+        evaluations: by name, of `STAGES`.
     """
-    same_data = dense is not None and dense.data == pruned.data
-    same_run = dense is not None and _run(dense) == _run(pruned)
-    rows = []
+    shown = {name: evaluations[name] for name in STAGES if name in evaluations}
+    final, dense = latest(shown), shown.get("dense")
+    compared = dense is not None and final is not dense
+    same_data = dense is not None and compared and dense.is_alike(final)
+    same_run = dense is not None and compared and _run(dense) == _run(final)
+    rows = [("", *shown, *(["ratio"] if compared else []))]
     for label, name, text, alike in (
         # Of an answer or a caption, the loss is what people know; of running text, the perplexity.
         ("loss per token", "loss", "{:.4f}".format, same_data)
-        if pruned.data.get("task")
+        if final.data.get("task")
         else ("perplexity", "perplexity", _short, same_data),
-        ("KL(dense || pruned)", "kl", "{:.4f}".format, same_data),
+        ("KL to the dense model", "kl", "{:.4f}".format, same_data),
         ("tokens predicted right", "accuracy", "{:.1%}".format, same_data),
         ("sequences all right", "exact_match", "{:.1%}".format, same_data),
-        ("parameters", "parameters", "{:,}".format, True),
-        ("weights", "weight_bytes", megabytes, True),
-        (f"prefill of {pruned.prefill_tokens} tokens", "prefill_ms", "{:.1f} ms".format, same_run),
+        ("parameters", "parameters", "{:,}".format, compared),
+        ("weights", "weight_bytes", megabytes, compared),
+        (f"prefill of {final.prefill_tokens} tokens", "prefill_ms", "{:.1f} ms".format, same_run),
         ("decoding, per token", "decode_ms_per_token", "{:.1f} ms".format, same_run),
     ):
-        before, after = getattr(dense, name, None), getattr(pruned, name)
+        values = {stage: getattr(evaluation, name) for stage, evaluation in shown.items()}
+        before, after = values.get("dense"), getattr(final, name)
         if after is not None:
             ratio = f"{_short(after / before)}x" if before and alike else ""
-            rows.append((label, "" if before is None else text(before), text(after), ratio))
+            cells = ("" if value is None else text(value) for value in values.values())
+            rows.append((label, *cells, *([ratio] if compared else [])))
     return rows
 
 

@@ -17,6 +17,7 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.depth import find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets, find_mask_targets
+from optimum_prune.padded import check_unpadded
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.selection import Selection, select, widened
@@ -67,6 +68,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     scorer = load_scorer(config)
     targets = FIND_TARGETS[config.kind](model, config, scorer)
     targets.check(model)
+    check_unpadded(model)
     parameters = model.num_parameters()
     data = selection = None
     if needs_data(config, scorer):

@@ -2,7 +2,10 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -14,14 +17,23 @@ from optimum_prune.comparing.running import compare
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
-from optimum_prune.integrations.card import inherited_metadata, model_card
-from optimum_prune.integrations.layouts import Written, save_checkpoint
-from optimum_prune.integrations.loading import load_companions, load_model, read_report, same_record, write_report
+from optimum_prune.fetching import HUB_KWARGS
+from optimum_prune.integrations.at_load import report_at_load
+from optimum_prune.integrations.companions import Companions
+from optimum_prune.integrations.hub import Destination, prepare, save_and_upload
+from optimum_prune.integrations.layouts import save_checkpoint
+from optimum_prune.integrations.loading import load_companions, load_model, load_skeleton, same_record
+from optimum_prune.integrations.reading import copy_adapter, find_report
+from optimum_prune.integrations.unpadding import is_padded, unpad_
 from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Evaluation, check_evaluation, comparison
 from optimum_prune.pipeline import prune
 from optimum_prune.planning.plan import Plan
 from optimum_prune.planning.planner import make_plan
+from optimum_prune.recovery.adapter import adapted, merge_adapter_
+from optimum_prune.recovery.config import RecoveryConfig
+from optimum_prune.recovery.report import RecoveryReport
+from optimum_prune.recovery.teacher import beside
 from optimum_prune.report import PruningReport
 from optimum_prune.sparsity import masks_of
 
@@ -35,18 +47,22 @@ class Pruner:
         model: the live model; `prune` changes it in place.
         tokenizer: used for calibration and evaluation text, and saved along.
         processor: of a multimodal model, saved along.
-        report: of the last `prune`, or None.
-        evaluations: what `evaluate` measured: `"dense"` and `"pruned"`.
+        report: of the last `prune`, or of the pruning while loading, or None.
+        evaluations: what `evaluate` measured, by `"dense"`, `"pruned"`, `"recovered"` and `"control"`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, processor: Any = None):
         self.model = model
         self.tokenizer: Any = tokenizer or getattr(processor, "tokenizer", None)
         self.processor = processor
-        self.report: PruningReport | None = None
+        self.report = report_at_load(model)
         self.evaluations: dict[str, Evaluation] = {}
         self._reference: DenseReference | None = None
         self._reload_dense: Callable[[], PreTrainedModel] | None = None
+        self._pruned_by_others = False  # without a record, and known by the recovery of what was lost
+        self._recovered = bool((getattr(model.config, "pruning_config", None) or {}).get("recovery"))
+        self._adapter: TemporaryDirectory[str] | None = None  # of a recovery that was not merged
+        self._control: TemporaryDirectory[str] | None = None  # the adapter of the dense model that was trained alike
         self._source: Path | None = None  # the local directory that the model was loaded from
         self._seen = _state(model)
 
@@ -70,8 +86,14 @@ class Pruner:
         pruner._source = source
         if not pruner.is_pruned:
             pruner._reload_dense = lambda: load_model(name_or_path, **kwargs)
-        elif source is not None:
-            pruner.report, pruner.evaluations = read_report(source, model.config.pruning_config)
+            return pruner
+        where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
+        if pruner.report is None:
+            pruner.report, pruner.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
+        apart = pruner.report is not None and any(found.is_apart for found in pruner.report.recovery)
+        folder = TemporaryDirectory(prefix="optimum-prune-")
+        if (apart or source is not None) and copy_adapter(name_or_path, folder.name, **where):
+            pruner._adapter, pruner._recovered = folder, True
         return pruner
 
     @property
@@ -121,9 +143,94 @@ class Pruner:
         """Prune `model` in place; see `prune`."""
         self._notice_changes()
         self.report = prune(self.model, config, self.tokenizer, self.processor)
-        self.evaluations.pop("pruned", None)  # of an earlier cut
+        if self._adapter is not None:
+            logger.warning("The adapter of the last recovery was never merged, does not fit any more, and is gone.")
+        self._adapter, self._control, self._recovered = None, None, False
+        for stage in ("pruned", "recovered", "control"):  # of an earlier cut
+            self.evaluations.pop(stage, None)
         self._seen = _state(self.model)
         return self.report
+
+    def recover(
+        self,
+        config: RecoveryConfig | None = None,
+        *,
+        control: bool = False,
+        dense: str | Path | None = None,
+        directory: str | Path | None = None,
+    ) -> RecoveryReport:
+        """Train LoRA adapters on `model` and merge them; see `optimum_prune.recovery.recover.recover`.
+
+        Args:
+            config: on what, and how.
+            control: train the dense model alike too. What training alone gives a model that lost nothing is not
+                recovered, and only this tells how much it is.
+            dense: the dense model, a Hub id or a local directory, where this Pruner was not loaded from it, or the
+                model was pruned by other means.
+            directory: where checkpoints go, to resume from after a break.
+
+        Raises:
+            PruningError: one of its kinds; says what to do.
+        """
+        from optimum_prune.recovery.recover import recover  # here, because it brings the Trainer
+
+        config = config or RecoveryConfig()
+        self._notice_changes()
+        load_dense = self._dense_loader(dense)
+        if control and load_dense is None:
+            raise InvalidConfig(
+                "control=True trains the dense model alike, and it cannot be loaded again. Name it (dense=), or leave "
+                "control out."
+            )
+        if config.merge in ("plain", "none") and is_padded(self.model):
+            raise InvalidConfig(
+                f"merge={config.merge!r} would fill the padding of the model. Cut it first, by unpad(), or use "
+                "merge='masked'."
+            )
+        options: dict[str, Any] = {"tokenizer": self.tokenizer, "processor": self.processor, "dense": load_dense}
+        if self.report is not None and self.report.calibration is not None:
+            options["calibration"] = self.report.config["calibration"]["source"]
+        adapter = TemporaryDirectory(prefix="optimum-prune-") if config.merge == "none" else None
+        report = recover(self.model, config, **options, directory=directory, adapter=adapter and adapter.name)
+        self._note(report, adapter, load_dense)
+        if control and load_dense is not None:
+            folder = TemporaryDirectory(prefix="optimum-prune-")
+            options |= {"directory": directory and Path(directory) / "control", "adapter": folder.name}
+            twin = beside(load_dense(), self.model)
+            report.control = recover(twin, replace(config, merge="none"), **options)
+            self._control = folder if report.control.kept else None
+        return report
+
+    def _dense_loader(self, named: str | Path | None) -> Callable[[], PreTrainedModel] | None:
+        """Return what loads the dense model: a model without a record may have been pruned by other means."""
+        if named is None:
+            return None if self._stage == "dense" else self._reload_dense
+        name_or_path = str(Path(named).resolve() if Path(named).exists() else named)
+        load_skeleton(name_or_path)  # refuse now what does not load later
+        return lambda: load_model(name_or_path)
+
+    def _note(
+        self,
+        report: RecoveryReport,
+        adapter: TemporaryDirectory[str] | None,
+        load_dense: Callable[[], PreTrainedModel] | None,
+    ) -> None:
+        """Take note of a recovery of `model`."""
+        if self._stage == "dense":
+            self._pruned_by_others = True
+            if "dense" in self.evaluations:
+                self.evaluations["pruned"] = self.evaluations.pop("dense")
+        if load_dense is not self._reload_dense:
+            self._reload_dense, self._reference = load_dense, None
+        if report.kept:
+            self._adapter, self._recovered = adapter, True
+        self._control = None
+        for stage in ("recovered", "control"):  # of an earlier one
+            self.evaluations.pop(stage, None)
+        self._seen = _state(self.model)
+        if self.report is not None:
+            self.report.recovery.append(report)
+            self.model.config.pruning_config |= self.report.record()
 
     def masks(self) -> dict[str, Tensor]:
         """Read the masks of `model` off its zeros; see `masks_of`."""
@@ -142,7 +249,8 @@ class Pruner:
             options: other fields of `CalibrationConfig`, e.g. `num_samples`, `seq_len`, `batch_size`, `split`.
 
         Returns:
-            The evaluation of `model`, also kept in `evaluations` under `"dense"` or `"pruned"`.
+            The evaluation of `model`, also kept in `evaluations` under `"dense"`, `"pruned"` or `"recovered"`. After
+            `recover(control=True)` the dense model that was trained alike is measured too, as `"control"`.
         """
         config = CalibrationConfig(dataset, **options)
         check_evaluation(config.source, config.selection)
@@ -150,35 +258,48 @@ class Pruner:
             raise InvalidConfig(f"Only language models can be evaluated, and {type(self.model).__name__} is none.")
         self._notice_changes()
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
-        name = "pruned" if self.is_pruned else "dense"
+        name = self._stage
         models = {name: self.model}
-        if self.is_pruned and (self._reference is None or self._reference.data != data.fingerprint):
+        if name != "dense" and (self._reference is None or self._reference.data != data.fingerprint):
             self._reference = None
             if self._reload_dense is not None:
-                models = {"dense": self._reload_dense(), name: self.model}
+                models = {"dense": beside(self._reload_dense(), self.model), name: self.model}
             else:
                 logger.warning(
                     "The dense model was not measured on this data and cannot be loaded again, so there is no KL. Call "
                     "evaluate() on the same data before prune(), or start from Pruner.from_pretrained()."
                 )
-        timed = measure_latency(models) if latency else {}
         measured = {}
-        for name, model in models.items():
-            if name == "dense":
-                self._reference = dense_reference(model, data, batch_size=config.batch_size)
-            reference = self._reference if name == "pruned" else None
-            evaluation = evaluate_model(model, data, batch_size=config.batch_size, reference=reference)
-            measured[name] = evaluation.timed(timed[name]) if latency else evaluation
-        if "dense" not in measured and self._reference is None:
-            self.evaluations.pop("dense", None)  # of other data
+        with adapted(self.model, self._adapter.name) if self._adapter else nullcontext():
+            timed = measure_latency(models) if latency else {}
+            for stage, model in models.items():
+                if stage == "dense":
+                    self._reference = dense_reference(model, data, batch_size=config.batch_size)
+                reference = None if stage == "dense" else self._reference
+                evaluation = evaluate_model(model, data, batch_size=config.batch_size, reference=reference)
+                measured[stage] = evaluation.timed(timed[stage]) if latency else evaluation
+        if self._control is not None and self._reload_dense is not None:
+            control = models.get("dense") or beside(self._reload_dense(), self.model)
+            merge_adapter_(control, self._control.name)
+            measured["control"] = evaluate_model(control, data, batch_size=config.batch_size, reference=self._reference)
+        elsewhere = [stage for stage, found in self.evaluations.items() if not found.is_alike(measured[name])]
+        for stage in elsewhere:  # of other data, which is not to stand beside these
+            del self.evaluations[stage]
         self.evaluations |= measured
         return self.evaluations[name]
 
+    @property
+    def _stage(self) -> str:
+        """What `model` is now, in the words of `evaluations`."""
+        if self._recovered:
+            return "recovered"
+        return "pruned" if self.is_pruned or self._pruned_by_others else "dense"
+
     def comparison(self) -> str:
         """Lay out what `evaluate` measured, as a table: dense beside pruned, with ratios."""
-        if "pruned" not in self.evaluations:
+        if not self.evaluations.keys() & {"pruned", "recovered"}:
             raise InvalidConfig("Nothing to compare yet: call prune(), then evaluate().")
-        return comparison(self.evaluations.get("dense"), self.evaluations["pruned"])
+        return comparison(self.evaluations)
 
     def save_pretrained(
         self,
@@ -186,17 +307,25 @@ class Pruner:
         layout: str = "auto",
         *,
         storage: str = "dense",
+        class_switch: bool = False,
         verify: bool = True,
         card_data: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
         """Write model, tokenizer, report and a measured model card, whole or not at all.
 
+        The adapter of a recovery that was not merged goes into the folder `adapter`, as PEFT writes it:
+        `PeftModel.from_pretrained(model, directory, subfolder="adapter")` puts it on.
+
         Args:
             directory: an old checkpoint there is replaced in one step; other files there stay.
-            layout: `"auto"` (plain transformers loads it where that is possible), `"stock"` or `"compact"`.
+            layout: `"auto"` (plain transformers loads it where that is possible), `"stock"`, `"compact"` (layers may
+                differ in size, and loading needs this package) or `"padded"` (as compact, with zeros up to the size of
+                the widest layer: larger, and plain transformers loads it).
             storage: `"dense"`, or `"packed"`: zeros take one bit each on disk, and loading needs this package; loaded,
                 the model is dense again.
+            class_switch: where Llama's config refuses the number of heads, `"auto"` and `"stock"` may write the Mistral
+                that computes the same; `model` stays what it is.
             verify: check that what was written will load, and fail here instead of later.
             card_data: metadata of the model card that is known better than what can be found, e.g. `base_model`,
                 `license`, `language`.
@@ -209,24 +338,6 @@ class Pruner:
             InvalidConfig: an unknown layout or storage, or the layout cannot hold this model.
             CheckpointError: it cannot be written there, or would not load again.
         """
-
-        def companions(folder: Path, written: Written) -> None:
-            for companion in filter(None, (self.tokenizer, self.processor)):
-                companion.save_pretrained(folder)
-            if self.report is not None:
-                write_report(folder, self.report, self.evaluations)
-                card = model_card(
-                    self.report,
-                    evaluations=self.evaluations,
-                    layout=written.layout,
-                    storage=written.storage,
-                    architecture=type(self.model).__name__,
-                    reads_images=self.processor is not None,
-                    file_bytes=written.weight_bytes,
-                    card_data=inherited_metadata(self.report.base_model) | (card_data or {}),
-                )
-                card.save(folder / "README.md")
-
         self._notice_changes()
         record = getattr(self.model.config, "pruning_config", None)
         if self.report is not None and not same_record(self.report, record or {}):
@@ -234,19 +345,72 @@ class Pruner:
                 "The model was pruned again without this Pruner, whose report and card would be false. Use "
                 "Pruner.prune(), or save with model.save_pretrained()."
             )
-        options = {"layout": layout, "storage": storage, "verify": verify, "companions": companions}
-        layout = save_checkpoint(self.model, directory, **options, **kwargs)
+        options = {"layout": layout, "storage": storage, "class_switch": class_switch, "verify": verify}
+        companions = Companions(
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            adapter=self._adapter and self._adapter.name,
+            report=self.report,
+            evaluations=self.evaluations,
+            card_data=card_data,
+        )
+        layout = save_checkpoint(self.model, directory, companions=companions.write, **options, **kwargs)
         if self._source == Path(directory).resolve():
             self._reload_dense = None  # the dense model is no longer there
         return layout
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        directory: str | Path | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+        token: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Save the model, and upload all of it in one commit, in place of an older checkpoint.
+
+        The repository is created, and the right to write there tried, before anything is saved. If the upload fails,
+        what was saved stays, and the error says where and how to try again.
+
+        Args:
+            repo_id: `user/name`, or `name` for a repository of one's own.
+            directory: where to save, and keep, the checkpoint; by default a temporary one. What is saved already is
+                uploaded by `optimum-cli prune push`.
+            private: whether only its owners see a new repository; by default what their settings say.
+            revision: branch to write to, created where it does not exist; by default `main`.
+            create_pr: propose the files by a pull request.
+            commit_message: first line of the commit, and title of the pull request.
+            token: by default that of `hf auth login` or `HF_TOKEN`.
+            kwargs: for `save_pretrained`.
+
+        Returns:
+            The address of the repository, branch or pull request.
+
+        Raises:
+            InvalidConfig: an impossible destination, or as `save_pretrained`.
+            CheckpointError: as `save_pretrained`.
+            PublishError: the Hub refused, or did not answer.
+        """
+        to = prepare(Destination(repo_id, private, revision, create_pr, commit_message, token))
+        return save_and_upload(lambda folder: self.save_pretrained(folder, **kwargs), to, directory)
+
+    def unpad(self) -> None:
+        """Cut the padding of a model that was loaded from a padded checkpoint, in place: it computes the same."""
+        self._notice_changes()
+        unpad_(self.model)
+        self._seen = _state(self.model)  # what was measured still holds
 
     def _notice_changes(self) -> None:
         """Forget measurements of weights that were changed since, by training or by hand."""
         if _state(self.model) == self._seen:
             return
         self._seen = _state(self.model)
-        if self.is_pruned:
-            forgotten = self.evaluations.pop("pruned", None)
+        if self._stage != "dense":
+            forgotten = self.evaluations.pop(self._stage, None)
         else:
             forgotten = self.evaluations.pop("dense", None) or self._reload_dense
             self._reference = self._reload_dense = None

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.config import PruningConfig
+from optimum_prune.quantiles import kept_and_removed
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.surgery import cutting
@@ -35,6 +37,10 @@ class Ranked(Protocol):
 
     def choose(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Choose what is kept, sorted int64, by name."""
+        ...
+
+    def ranking(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what all is ranked by, `(num_units,) float32`, by name."""
         ...
 
 
@@ -86,9 +92,11 @@ class RankedTargets:
         self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
     ) -> list[GroupReport]:
         """Score, choose and cut."""
-        kept = self.choose(self.score(model, scorer, data, config))
+        scores = self.score(model, scorer, data, config)
+        kept = self.choose(scores)
+        ranking = {name: ranks for pool in self.pools for name, ranks in pool.ranking(scores).items()}
         with cutting():
-            return self.cut_(model, kept)
+            return with_scores(self.cut_(model, kept), ranking)
 
     @property
     def asked(self) -> dict[str, dict[str, float]]:
@@ -97,3 +105,14 @@ class RankedTargets:
         for pool in self.pools:
             asked.setdefault(pool.stack, {})[pool.unit] = pool.sparsity
         return asked
+
+
+def with_scores(groups: Sequence[GroupReport], ranking: Mapping[str, Tensor]) -> list[GroupReport]:
+    """Add to every group how the scores of what it kept and of what it lost are spread."""
+    return [replace(group, scores=_spread(group, ranking[group.name])) for group in groups]
+
+
+def _spread(group: GroupReport, ranks: Tensor) -> dict[str, list[float]]:
+    kept = torch.zeros(len(ranks), dtype=torch.bool, device=ranks.device)
+    kept[group.kept] = True
+    return kept_and_removed(ranks, kept)

@@ -13,6 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from optimum_prune.config import without_paths
+from optimum_prune.recovery.report import RecoveryReport
+
 VERSION = 1
 WIDTH = 100
 """Columns that the printed table keeps within."""
@@ -49,6 +52,8 @@ class GroupReport:
         kept: sorted indices of the units kept; empty for weights.
         weights_before: weights in the linears of the group before; biases, norms and embeddings do not count.
         weights_after: the same after.
+        scores: quantiles of the scores of the units `kept` and `removed`, at 5, 25, 50, 75 and 95 %; after several
+            steps, of those that the last one ranked. None where nothing was ranked.
     """
 
     name: str
@@ -60,6 +65,7 @@ class GroupReport:
     kept: list[int]
     weights_before: int
     weights_after: int
+    scores: dict[str, list[float]] | None = None
 
 
 @dataclass
@@ -84,8 +90,9 @@ class PruningReport:
         previous: records of earlier prunings of the same model, the oldest first.
         warnings: whatever the user should know, a sentence each.
         compensation: how the units that stay make up for those that went; None where no units went.
-        induction: of learned masks, by block: `block`, its held-out losses `base` and `induced`, and whether the
-            learned masks were `kept`; None where none were learned.
+        induction: of learned masks, by block: `block`, its held-out losses `base` and `induced`, whether the learned
+            masks were `kept`, and how many biases were `shifted` and `created`; None where none were learned.
+        recovery: what was trained since, the oldest first.
     """
 
     config: dict[str, Any]
@@ -106,6 +113,7 @@ class PruningReport:
     warnings: list[str] = field(default_factory=list)
     compensation: str | None = None
     induction: list[dict[str, Any]] | None = None
+    recovery: list[RecoveryReport] = field(default_factory=list)
 
     @property
     def achieved(self) -> float:
@@ -179,7 +187,7 @@ class PruningReport:
     def fingerprint(self) -> str:
         """Hash of config, data, versions and base revision: equal for runs that should give equal results."""
         data = None if self.calibration is None else self.calibration["fingerprint"]
-        identity = json.dumps([self.config, data, self.versions, self.base_revision], sort_keys=True)
+        identity = json.dumps([self.recipe, data, self.versions, self.base_revision], sort_keys=True)
         return f"sha256:{hashlib.sha256(identity.encode()).hexdigest()}"
 
     @property
@@ -189,8 +197,8 @@ class PruningReport:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """`config` as it is published; see `public`."""
-        return self.config | {"calibration": public(self.config["calibration"])}
+        """`config` as it is published."""
+        return without_paths(self.config)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types. What can be derived is there too, for readers without this package."""
@@ -207,6 +215,7 @@ class PruningReport:
             )
         report = cls(**_known(cls, data))
         report.groups = [GroupReport(**_known(GroupReport, group)) for group in data["groups"]]
+        report.recovery = [RecoveryReport.from_dict(recovery) for recovery in data.get("recovery", [])]
         return report
 
     def record(self) -> dict[str, Any]:
@@ -228,6 +237,7 @@ class PruningReport:
             "calibration": data and {"fingerprint": data["fingerprint"], "tokens": data["tokens"]},
             "fingerprint": self.fingerprint,
             "previous": self.previous or None,
+            "recovery": [recovery.record() for recovery in self.recovery if recovery.merged is not None] or None,
         }
         return {key: value for key, value in record.items() if value is not None}
 
@@ -256,6 +266,7 @@ class PruningReport:
             lines.append(f"calibration: {describe_data(self.calibration)}")
             lines += [describe_selection(found) for found in [self.calibration.get("selection")] if found]
         lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [line for recovery in self.recovery for line in str(recovery).splitlines()]
         return "\n".join(row for line in lines for row in _wrap(line))
 
     def _table(self) -> list[str]:
@@ -304,12 +315,6 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and Path(name).suffix not in _FILES and not os.path.exists(name)
 
 
-def public(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a description of data as it is published: of an absolute path in `source` only the last name."""
-    source = data["source"]
-    return data | {"source": Path(source).name if os.path.isabs(source) else source}
-
-
 def describe_data(data: dict[str, Any]) -> str:
     """Word a `CalibrationData.to_dict()` in one line."""
     return f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens"
@@ -319,9 +324,11 @@ def describe_induction(blocks: Sequence[dict[str, Any]]) -> str:
     """Word what learned masks were worth; a block that kept the scorer's own gained nothing."""
     changes = [block["induced"] / block["base"] - 1 if block["kept"] else 0.0 for block in blocks]
     gained = sum(block["kept"] for block in blocks)
+    biases = {done: sum(block.get(done, 0) for block in blocks) for done in ("shifted", "created")}
+    words = "".join(f", {count:,} biases {done}" for done, count in biases.items() if count)
     return (
         f"induction: {gained} of {len(blocks)} blocks gained, median {median(changes):+.1%} held-out difference to the "
-        "dense block"
+        f"dense block{words}"
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,15 +72,17 @@ def output(block: nn.Module, call: Call) -> Tensor:
 
 
 class Shared:
-    """Linears that read one input, and the scales of that input.
+    """Linears that read one input; the scales of that input, and where it is centred.
 
     Attributes:
         members: by name.
         weights: before anything was pruned, by name.
         biases: the same; of linears whose bias is not to be shifted, none.
-        root: `(d_in,) float32`, root of the mean square of the input; or ones.
+        root: `(d_in,) float32`, what weights are multiplied with in scores, beside the scales: `spread`, or ones.
         mean: `(d_in,) float32`, of the input.
+        spread: `(d_in,) float32`, root of the mean square of the input.
         theta: `(d_in,) float32`, logarithms of the scales.
+        offset: `(d_in,) float32`, of delta from the mean, in units of `spread`.
     """
 
     def __init__(
@@ -90,15 +92,25 @@ class Shared:
         biases: Mapping[str, Tensor],
         root: Tensor,
         mean: Tensor,
+        spread: Tensor,
     ):
-        self.members, self.weights, self.biases, self.root, self.mean = members, weights, biases, root, mean
-        self.theta = torch.zeros_like(root)
+        self.members, self.weights, self.biases = members, weights, biases
+        self.root, self.mean, self.spread = root, mean, spread
+        self.theta, self.offset = torch.zeros_like(root), torch.zeros_like(root)
 
     @property
     def parameters(self) -> list[Tensor]:
         """The weights, and the biases that are shifted."""
         biases = [self.members[name].linear.bias for name in self.biases]
         return [*(member.linear.weight for member in self.members.values()), *biases]
+
+    @property
+    def delta(self) -> Tensor:
+        """What biases take for the input of the weights that go, `(d_in,) float32`.
+
+        For one linear the best there is would be the mean, which it starts at; for the block it is not.
+        """
+        return self.mean + self.spread * self.offset
 
     def masks(self) -> Masks:
         """Choose by the scales as they are."""
@@ -107,18 +119,14 @@ class Shared:
             for name, member in self.members.items()
         }
 
-    def write_(self, masks: Masks) -> None:
-        """Prune the linears.
-
-        Whatever the mean input adds to the weights that go is kept in the bias: `b + (W - W M) delta` with the best
-        possible delta, `E[x]`.
-        """
+    def write_(self, masks: Masks, delta: Tensor | None) -> None:
+        """Prune the linears; biases become `b + (W - W M) delta`, or with None what they were."""
         for name, member in self.members.items():
             weight = self.weights[name]
             member.linear.weight.copy_(weight * masks[name]).add_(0)  # turns -0.0 into 0
             if name in self.biases:
-                gone = weight.float() * ~masks[name]
-                member.linear.bias.copy_(self.biases[name].float() + gone @ self.mean)
+                shift = 0 if delta is None else (weight.float() * ~masks[name]) @ delta
+                member.linear.bias.copy_(self.biases[name].float() + shift)
 
     def restore_(self) -> None:
         """Make the linears dense again; biases are as they always were where none is shifted."""
@@ -132,37 +140,62 @@ class Shared:
         for name, member in self.members.items():
             weight, of_mask = self.weights[name], gradients[member.linear.weight]
             if name in self.biases:
-                of_mask = of_mask - gradients[member.linear.bias][:, None] * self.mean
+                of_mask = of_mask - gradients[member.linear.bias][:, None] * self.delta
             with torch.enable_grad():
                 soft = soft_mask(weight, self.root, theta, masks[name], member.pool, temperature)
             total += torch.autograd.grad(soft, theta, of_mask * weight)[0]
         return total
+
+    def offset_gradient(self, masks: Masks, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return the gradient of the offset, `(d_in,) float32`."""
+        total = torch.zeros_like(self.offset)
+        for name in self.biases:
+            gone = self.weights[name].float() * ~masks[name]
+            total += gradients[self.members[name].linear.bias] @ gone
+        return total * self.spread
 
     def centre_(self, limit: float) -> None:
         """Keep the geometric mean of the scales at 1, and their logarithms within a limit."""
         self.theta.sub_(self.theta.mean()).clamp_(-limit, limit)
 
 
+@dataclass(frozen=True)
+class Found:
+    """The best that training came by; nothing, where no loss was finite.
+
+    Attributes:
+        loss: held out.
+        masks: of all linears of the block.
+        deltas: see `write_`.
+    """
+
+    loss: float = math.inf
+    masks: Masks = field(default_factory=dict)
+    deltas: Sequence[Tensor] | None = None
+
+
 def train_(
     shared: Sequence[Shared], passes: Passes, held_out: Passes, unit: float, config: InductionConfig, seed: int
-) -> tuple[float, Masks]:
-    """Train the scales of one block; the loss is the mean square difference, in units of the scorer's own.
+) -> Found:
+    """Train scales and deltas of one block; the loss is the mean square difference, in units of the scorer's own.
 
     Args:
-        shared: of the block, in the order of the forward; their linears are left as the last masks make them.
+        shared: of the block, in the order of the forward; their linears are left somehow pruned.
         passes: to train on; each micro-batch is a step.
-        held_out: to choose the epoch by.
+        held_out: to choose by: the epoch, and whether biases are shifted.
         unit: loss of the scorer's own masks.
         config: of the training.
         seed: of the order of the micro-batches.
 
     Returns:
-        The lowest loss on `held_out` after an epoch, and the masks of that epoch.
+        What has the lowest loss on `held_out`, of all epochs.
     """
+    biased = [group for group in shared if group.biases]
     generator = torch.Generator("cpu").manual_seed(seed)
-    optimiser = torch.optim.Adam([group.theta for group in shared], lr=config.learning_rate)
+    trained = [*(group.theta for group in shared), *(group.offset for group in biased)]
+    optimiser = torch.optim.Adam(trained, lr=config.learning_rate)
     last = max(config.epochs * len(passes.given) - 1, 1)
-    best: tuple[float, Masks] = (math.inf, {})
+    best = Found()
     for epoch in range(config.epochs):
         order = torch.randperm(len(passes.given), generator=generator, device="cpu").tolist()
         for step, index in enumerate(order, start=epoch * len(order)):
@@ -172,26 +205,36 @@ def train_(
             optimiser.step()
             for group in shared:
                 group.centre_(math.log(config.bound))
-        masks = write_(shared)
-        best = min(best, (held_out.loss(), masks), key=lambda found: found[0])
+        masks = _masks(shared)
+        for deltas in (None, [group.delta for group in shared]) if biased else (None,):
+            write_(shared, masks, deltas)
+            best = min(best, Found(held_out.loss(), masks, deltas), key=lambda found: found.loss)
     return best
 
 
-def write_(shared: Sequence[Shared]) -> Masks:
-    """Prune all linears of a block by the scales as they are; return the masks."""
-    found: Masks = {}
-    for group in shared:
-        masks = group.masks()
-        group.write_(masks)
-        found |= masks
-    return found
+def write_(shared: Sequence[Shared], masks: Masks, deltas: Sequence[Tensor] | None) -> None:
+    """Prune all linears of a block.
+
+    Args:
+        shared: of the block.
+        masks: by name.
+        deltas: one for each of `shared`; None leaves biases as they were.
+    """
+    for group, delta in zip(shared, deltas or [None] * len(shared), strict=True):
+        group.write_(masks, delta)
+
+
+def _masks(shared: Sequence[Shared]) -> Masks:
+    """Choose all masks of a block by the scales as they are."""
+    return {name: mask for group in shared for name, mask in group.masks().items()}
 
 
 def _differentiate_(
     shared: Sequence[Shared], passes: Passes, index: int, unit: float, temperature: float, config: InductionConfig
 ) -> None:
-    """Set the gradients of all scales."""
-    masks = write_(shared)
+    """Set the gradients of all scales and offsets."""
+    masks = _masks(shared)
+    write_(shared, masks, [group.delta for group in shared])
     parameters = [parameter for group in shared for parameter in group.parameters]
     with _differentiable(parameters):
         found = passes.gradients(index, parameters)
@@ -199,6 +242,7 @@ def _differentiate_(
     for group in shared:
         gradient = group.gradient(masks, gradients, temperature) / unit
         group.theta.grad = gradient.nan_to_num(0, 0, 0)  # float16 may overflow on its way back
+        group.offset.grad = (group.offset_gradient(masks, gradients) / unit).nan_to_num(0, 0, 0)
     if config.spectral:
         _add_penalty_(shared, config)
 

@@ -1,19 +1,22 @@
 """The sizes of a model's blocks: measured on the modules, written into the config, read from it, applied to a skeleton.
 
 What the plain config can say is said there, so that plain transformers loads it. Else a decoder's per-layer sizes live
-in transformers' own `per_layer_config`, and those of other stacks in the checkpoint's `quantization_config`.
+in transformers' own `per_layer_config`, and those of other stacks in the checkpoint's `quantization_config`, as do the
+biases that no class builds.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from optimum_prune.adapters.base import Stack
-from optimum_prune.binding import BoundGroup, adapter_for, bind, stacks
+from optimum_prune.biases import EXTRA, add_, extra, switches
+from optimum_prune.binding import BoundGroup, BoundStack, adapter_for, bind, named_linears, stacks
 from optimum_prune.configs import (
     COMPACT,
     METHOD,
@@ -36,11 +39,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Sizes = dict[str, dict[int, dict[str, Any]]]
-"""Declared path of a stack -> layer -> config attribute -> count; under `SKIP`, the sub-layers that are skipped."""
+"""Declared path of a stack -> layer -> config attribute -> count; and lists of names, see `LISTS`."""
+LISTS = (SKIP, EXTRA)
+"""What a layer has beside its counts: the sub-layers that are skipped, the linears with a bias of our own."""
 
 
 def measure(model: PreTrainedModel) -> Sizes:
-    """Measure every layer on the live modules: its counts, and what is skipped in it.
+    """Measure every layer on the live modules: its counts, what is skipped in it, and which biases it has on top.
 
     Raises:
         UnsupportedModel: groups differ that have to keep the same number of units.
@@ -52,8 +57,11 @@ def measure(model: PreTrainedModel) -> Sizes:
         }
         for found in stacks(model, adapter_for(model))
     }
+    on = switches(model)
     for group in bind(model):
         counts = sizes[group.declared.path][group.layer]
+        if biased := extra(group, on):
+            counts[EXTRA] = [*counts.get(EXTRA, ()), *biased]
         for attribute, count in group.counts().items():
             if counts.setdefault(attribute, count) != count:
                 raise UnsupportedModel(
@@ -72,35 +80,37 @@ def describe_(model: PreTrainedModel) -> str:
     Returns:
         `"stock"` where plain transformers builds a model of these shapes from the config, else `"compact"`.
     """
-    bound, sizes = bind(model), measure(model)
+    sizes = measure(model)
     forget_file_(model)
     declared = _declared(model)
     make_plain_(model.config, declared)
     uniform = _uniform(declared, sizes)
     if uniform is not None and why_not_stock(model) is None:
         for stack in declared:
-            assign(stack_configs(model, stack), uniform[stack.config] | _unit_sizes(bound, stack))
+            assign(stack_configs(model, stack), uniform[stack.config] | _constants(model, stack))
         return "stock"
-    widest = _widest(bound, sizes)
+    widest = _widest(bind(model), sizes)
     for stack in declared:
-        assign(stack_configs(model, stack), _unit_sizes(bound, stack) | widest[stack.config])
+        assign(stack_configs(model, stack), _constants(model, stack) | widest[stack.config])
     plugin: dict[str, Any] = dict(COMPACT)
     for stack in declared:
         config = stack_config(model.config, stack)
-        overrides = {
-            layer: {name: count for name, count in counts.items() if name == SKIP or getattr(config, name) != count}
-            for layer, counts in sizes[stack.path].items()
-        }
-        overrides = {layer: counts for layer, counts in overrides.items() if counts}
-        if not overrides:
-            continue
-        if stack.layer_sizes == "quantization_config":
-            layers = {str(layer): counts for layer, counts in overrides.items()}  # as JSON will have it
-            plugin.setdefault(PER_LAYER, {})[stack.path] = layers
-        else:
+        ours: dict[str, dict[str, Any]] = {}
+        theirs: dict[int, dict[str, Any]] = {}
+        for layer, counts in sizes[stack.path].items():
+            for name, count in counts.items():
+                if name not in LISTS and getattr(config, name) == count:
+                    continue
+                if _in_block(stack, name):
+                    ours.setdefault(str(layer), {})[name] = count  # as JSON will have it
+                else:
+                    theirs.setdefault(layer, {})[name] = count
+        if ours:
+            plugin.setdefault(PER_LAYER, {})[stack.path] = ours
+        if theirs:
             # In this order: with the flag unset, setting per-layer heads makes Llama's own validation raise.
             config.allow_global_per_layer_attribute_access = True
-            config.per_layer_config = overrides
+            config.per_layer_config = theirs
     model.config.quantization_config = plugin
     return "compact"
 
@@ -125,10 +135,10 @@ def why_not_stock(model: PreTrainedModel) -> str | None:
     make_plain_(config, declared)
     try:
         for stack in declared:
-            assign([stack_config(config, stack)], uniform[stack.config] | _unit_sizes(bind(model), stack))
+            assign([stack_config(config, stack)], uniform[stack.config] | _constants(model, stack))
         skeleton = build_skeleton(type(model), type(config).from_dict(config.to_dict()))
     except Exception as error:  # a class may refuse a config in any way it likes; each one means "cannot say this"
-        return str(error).strip().splitlines()[-1]
+        return refusal(error)
     expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     for name, tensor in model.state_dict().items():
         if expected.get(name) != tensor.shape:
@@ -137,10 +147,13 @@ def why_not_stock(model: PreTrainedModel) -> str | None:
 
 
 def resize_(model: PreTrainedModel) -> None:
-    """Shrink a skeleton, as the class builds it, to the per-layer sizes in its config. No-op where already right.
+    """Shrink a skeleton, as the class builds it, to the per-layer sizes in its config, and add biases that it lacks.
+
+    No-op where already right.
 
     Raises:
-        CheckpointError: the config asks for sizes that no slicing can give, or skips what has to stay.
+        CheckpointError: the config asks for sizes that no slicing can give, skips what has to stay, or gives biases to
+            what is no linear.
     """
     _skip_as_told(model)
     for group in bind(model):
@@ -156,6 +169,24 @@ def resize_(model: PreTrainedModel) -> None:
                 f"config.json gives {group.name} {wanted}, but a {type(model).__name__} of this config can only be cut "
                 f"to {group.counts()}. The config does not belong to these weights, or was edited."
             )
+    _add_biases_as_told(model)
+
+
+def refusal(error: Exception) -> str:
+    """Word, for the middle of a sentence, why a class refuses a config: the name of an exception in it says nothing."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\w*Error: ", "", lines[-1].strip()).rstrip(".")
+
+
+def why_not_padded(model: PreTrainedModel) -> str | None:
+    """Say why no plain config has room for the model's layers, or None where it may have: zeros fill no bias in."""
+    biased = [
+        f"{stack}.{layer}.{counts[EXTRA][0]}"
+        for stack, layers in measure(model).items()
+        for layer, counts in layers.items()
+        if EXTRA in counts
+    ]
+    return f"no config gives {biased[0]} a bias" if biased else None
 
 
 def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -168,10 +199,7 @@ def _skip_as_told(model: PreTrainedModel) -> None:
     for found in stacks(model, adapter_for(model)):
         kinds = layer_types(stack_config(model.config, found.stack))
         for layer, module in enumerate(found.blocks):
-            told = _size(model.config, found.stack, layer, SKIP, [])
-            if not isinstance(told, list | tuple):
-                raise CheckpointError(f"config.json skips {told!r} of {found.path}.{layer}; it must be a list.")
-            told = set(told)
+            told = _told(model, found, layer, SKIP)
             for kind in told.difference(skipped(found.stack, module)):
                 if reason := why_not_skip(found.stack, kinds, layer, kind):
                     raise CheckpointError(
@@ -180,10 +208,40 @@ def _skip_as_told(model: PreTrainedModel) -> None:
                 skip_(model, found, layer, kind)
 
 
+def _add_biases_as_told(model: PreTrainedModel) -> None:
+    linears = named_linears(model)
+    for found in stacks(model, adapter_for(model)):
+        for layer in range(len(found.blocks)):
+            for path in sorted(_told(model, found, layer, EXTRA)):
+                name = f"{found.path}.{layer}.{path}"
+                if name not in linears:
+                    raise CheckpointError(
+                        f"config.json gives {name} a bias, but there is no linear of that name in the block. The "
+                        "config does not belong to these weights, or was edited."
+                    )
+                add_(linears[name])
+
+
+def _told(model: PreTrainedModel, found: BoundStack, layer: int, kind: str) -> set[str]:
+    """Read one of the `LISTS` of a layer."""
+    told = _size(model.config, found.stack, layer, kind, [])
+    if not isinstance(told, list | tuple):
+        raise CheckpointError(f"config.json gives {found.path}.{layer} {kind}={told!r}; it must be a list of names.")
+    return set(told)
+
+
+def _in_block(stack: Stack, name: str) -> bool:
+    """Tell whether what a layer has of that name is written in our block of the config, and not in transformers' own.
+
+    There, whatever one layer has, all have to have, or the class.
+    """
+    return name == EXTRA or stack.layer_sizes == "quantization_config"
+
+
 def _size(config: PreTrainedConfig, stack: Stack, layer: int, name: str, *default: Any) -> Any:
     """Read what the config says of a layer."""
     own: Any = stack_config(config, stack)
-    if stack.layer_sizes == "per_layer_config":
+    if not _in_block(stack, name):
         return getattr(own.per_layer_config[layer], name, *default)
     try:
         written = block(config).get(PER_LAYER, {}).get(stack.path, {}).get(str(layer), {})
@@ -212,23 +270,29 @@ def _uniform(declared: Sequence[Stack], sizes: Sizes) -> dict[str, dict[str, int
     uniform: dict[str, dict[str, int]] = {}
     for stack in declared:
         counts = list(sizes[stack.path].values())
-        if any(SKIP in other or other != uniform.setdefault(stack.config, counts[0]) for other in counts):
+        expected = uniform.setdefault(stack.config, counts[0])
+        if any(other != expected or not other.keys().isdisjoint(LISTS) for other in counts):
             return None
     return uniform
 
 
 def _why_uneven(declared: Sequence[Stack], sizes: Sizes) -> str:
-    """Say in which counts layers differ, and what is skipped in them."""
+    """Say in which counts layers differ, and what their lists hold."""
     seen: dict[tuple[str, str], set[int]] = {}
     skips: list[str] = []
+    biased: list[str] = []
     for stack in declared:
         for layer, counts in sizes[stack.path].items():
             skips += [f"the {kind} of {stack.path}.{layer} is skipped" for kind in counts.get(SKIP, ())]
+            biased += [f"{stack.path}.{layer}.{name}" for name in counts.get(EXTRA, ())]
             for name, count in counts.items():
-                if name != SKIP:
+                if name not in LISTS:
                     seen.setdefault((stack.config, name), set()).add(count)
     differing = [name for (_, name), found in seen.items() if len(found) > 1]
-    return "; ".join([f"layers differ in {', '.join(differing)}"] * bool(differing) + skips)
+    reasons = [f"layers differ in {', '.join(differing)}"] * bool(differing) + skips
+    if biased:
+        reasons.append(f"no config gives {biased[0]} a bias ({len(biased)} linears have one of their own)")
+    return "; ".join(reasons)
 
 
 def _widest(bound: Sequence[BoundGroup], sizes: Sizes) -> dict[str, dict[str, int]]:
@@ -242,6 +306,8 @@ def _widest(bound: Sequence[BoundGroup], sizes: Sizes) -> dict[str, dict[str, in
     return widest
 
 
-def _unit_sizes(bound: Sequence[BoundGroup], stack: Stack) -> dict[str, int]:
-    members = [group for group in bound if group.declared is stack and group.group.unit_size_key]
-    return {str(group.group.unit_size_key): group.unit_size for group in members}
+def _constants(model: PreTrainedModel, stack: Stack) -> dict[str, int | bool]:
+    """Return what the config of a stack has to say of all its layers: the sizes of units, and which biases are on."""
+    members = [group for group in bind(model) if group.declared is stack and group.group.unit_size_key]
+    sizes = {str(group.group.unit_size_key): group.unit_size for group in members}
+    return sizes | {name: value for (own, name), value in switches(model).items() if own == stack.config}

@@ -14,7 +14,7 @@ from optimum_prune.bounds import Range, kept_ranges, reachable, removed_range
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.ranked import RankedTargets
+from optimum_prune.ranked import RankedTargets, with_scores
 from optimum_prune.refit import check_compensation, compensate_
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
@@ -72,6 +72,11 @@ class Pool:
             totals[i] = totals[i].new_full((len(totals[i]),), -torch.inf)
             totals[i][candidate] = ranked[i]
         return totals
+
+    def ranking(self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the same by name of a group."""
+        ranked = self.ranked(scores, left)
+        return {group.name: ranks for entry, ranks in zip(self.entries, ranked, strict=True) for group in entry}
 
     @property
     def sparsity(self) -> float:
@@ -156,9 +161,9 @@ class Targets(RankedTargets):
             return super().prune_(model, scorer, data, config)
         # One step writes once, at its end, and says itself if it could not: no copies then.
         with kept_aside(self._changing, always=False) if config.steps > 1 else nullcontext():
-            kept = self._hide_in_steps_(model, scorer, data, config)
+            kept, ranking = self._hide_in_steps_(model, scorer, data, config)
         with cutting():
-            return self.cut_(model, kept)
+            return with_scores(self.cut_(model, kept), ranking)
 
     @contextmanager
     def rehearsal(
@@ -182,7 +187,7 @@ class Targets(RankedTargets):
             Name of a group -> kept units, sorted int64.
         """
         with kept_aside(self._changing):
-            yield self._hide_in_steps_(model, scorer, data, config, scores)
+            yield self._hide_in_steps_(model, scorer, data, config, scores)[0]
 
     def _hide_in_steps_(
         self,
@@ -191,15 +196,21 @@ class Targets(RankedTargets):
         data: CalibrationData | None,
         config: PruningConfig,
         scores: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """Score, choose, hide and make up for it, in as many steps as are asked; return the kept units."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Score, choose, hide and make up for it, in as many steps as are asked.
+
+        Returns:
+            By name of a group, the kept units, and what all were ranked by in the last step.
+        """
         kept: dict[str, Tensor] = {}
+        ranking: dict[str, Tensor] = {}
         for step in range(1, config.steps + 1):
             found = scores if step == 1 and scores is not None else self.score(model, scorer, data, config)
             chosen = [pool.choose(found, kept or None, step / config.steps) for pool in self.pools]
+            ranking = {name: ranks for pool in self.pools for name, ranks in pool.ranking(found, kept or None).items()}
             kept = {name: units for choice in chosen for name, units in choice.items()}
             self._make_up_(model, kept, data, config)
-        return kept
+        return kept, ranking
 
     @property
     def _changing(self) -> list[Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from optimum_prune.measurements import Evaluation
+from optimum_prune.recovery.report import Losses, RecoveryReport
 from optimum_prune.report import GroupReport, PruningReport
 
 DATA = {
@@ -73,6 +74,33 @@ def masked(pattern: str = "2:4", **changes: Any) -> PruningReport:
         "gamma": None,
     }
     return report(**values | changes)
+
+
+def recovery(**changes: Any) -> RecoveryReport:
+    """Return a recovery of 30 steps, of which the 20th was the best."""
+    values: dict[str, Any] = {
+        "config": {"rank": 8, "loss": "lm", "merge": "masked"},
+        "data": {"sources": [{"source": "org/texts:small", "share": 1.0}], "samples": 100, "trained_tokens": 12_800},
+        "before": Losses(4.0),
+        "after": Losses(3.5),
+        "merged": Losses(3.5),
+        "kept": True,
+        "steps": 30,
+        "best_step": 20,
+        "curve": [
+            {"step": 10, "train": 3.5},
+            {"step": 20, "train": 3.25},
+            {"step": 20, "held_out": 3.5},
+            {"step": 30, "train": 3.0},
+            {"step": 30, "held_out": 3.75},
+        ],
+        "trained_parameters": 1_000,
+        "zeros_before": 0,
+        "zeros_after": 0,
+        "seconds": 12.5,
+        "machine": "cpu, float32, CPU threads: 2",
+    }
+    return RecoveryReport(**values | changes)
 
 
 DENSE = Evaluation(

@@ -28,6 +28,7 @@ from optimum_prune.errors import CalibrationError, InvalidConfig, UnsupportedMod
 from optimum_prune.evaluation import dense_reference, evaluate_model
 from optimum_prune.measurements import Evaluation
 from optimum_prune.pipeline import prune
+from optimum_prune.plots import style
 from optimum_prune.pruner import Pruner
 from tests.models import VARIANTS, gemma2, llama, source, t5, tokens
 
@@ -452,7 +453,7 @@ def test_refused_directories(model, nothing_runs, monkeypatch, tmp_path):
     for wrong in wrongs:
         with pytest.raises(InvalidConfig, match=re.escape(f"directory must be None or a path, got {wrong!r}.")):
             compare(model, [cut("ntk")], HELD_OUT, directory=wrong)
-    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    monkeypatch.setattr(style, "find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match=re.escape("pip install 'optimum-prune[plots]'")):
         compare(model, [cut("ntk")], HELD_OUT, directory=tmp_path / "new")
     assert not (tmp_path / "new").exists()

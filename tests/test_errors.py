@@ -13,6 +13,7 @@ KINDS = {
     "UnsupportedModel": RuntimeError,
     "CalibrationError": ValueError,
     "CheckpointError": RuntimeError,
+    "PublishError": RuntimeError,
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optimum_prune import CalibrationConfig, InductionConfig, Pruner, PruningConfig
+from optimum_prune.biases import add_, has_bias
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.calibration.samples import CalibrationData
 from optimum_prune.commands.flags import OneLineParser, add_configs, read_config
@@ -24,11 +25,11 @@ from optimum_prune.masks import n_of_m_mask, removed_of, row_mask
 from optimum_prune.pipeline import load_scorer, prune
 from optimum_prune.report import PruningReport, describe_induction
 from optimum_prune.scales import soft_mask
-from optimum_prune.scaling import Candidate, Passes, Shared, output, train_
+from optimum_prune.scaling import Candidate, Found, Passes, Shared, output, train_
 from optimum_prune.solvers import sparsegpt, sparsegpt_masked
 from tests import lab
 from tests.lab.text import WINDOW
-from tests.models import VARIANTS, inputs, llama, llava, opt, source, t5
+from tests.models import VARIANTS, inputs, llama, llava, mistral, opt, qwen2, source, t5
 from tests.zeroed import bits, excluded, for_model, linears_of, removed, targeted
 
 SAMPLES = 8
@@ -116,8 +117,29 @@ class TestNeverWorse:
             assert ours == pytest.approx(min(row["induced"], row["base"]), rel=1e-3)
             mixed.get_submodule(block).load_state_dict(model.get_submodule(block).state_dict())
 
+    @pytest.mark.parametrize("name", VARIANTS)
+    def test_with_biases_that_it_may_create(self, name):
+        """As above, in all blocks that were given any, or not."""
+        dense, model, mixed = (VARIANTS[name]().eval() for _ in range(3))
+        config = induced(model, "wanda", "unstructured", induction=InductionConfig(epochs=1, allow_bias=True))
+        report = prune(model, config)
+        held_out = held_out_of(dense, config)
+        for row in report.induction:
+            base, calls = copy.deepcopy(mixed), calls_of(mixed, block := row["block"], held_out)
+            prune(base, replace(config, induction=None, include=[block]))
+            theirs, ours = (
+                difference(m.get_submodule(block), dense.get_submodule(block), calls) for m in (base, model)
+            )
+            assert ours <= theirs * 1.0001
+            assert ours == pytest.approx(min(row["induced"], row["base"]), rel=1e-3)
+            assert row["kept"] or not (row["shifted"] or row["created"])
+            for path, module in model.get_submodule(block).named_modules():
+                if isinstance(module, nn.Linear) and has_bias(module):
+                    add_(mixed.get_submodule(f"{block}.{path}"))
+            mixed.get_submodule(block).load_state_dict(model.get_submodule(block).state_dict())
+
     def test_where_nothing_is_gained_the_scorers_own_masks_stay(self, monkeypatch):
-        monkeypatch.setattr("optimum_prune.induction.train_", lambda *_: (float("inf"), {}))
+        monkeypatch.setattr("optimum_prune.induction.train_", lambda *_: Found())
         model, plain = opt(), opt()
         report = prune(model, induced(model, "wanda", induction=InductionConfig(batch_size=1)))
         prune(plain, replace(induced(plain, "wanda"), induction=None, calibration=in_order(plain)))
@@ -136,10 +158,10 @@ class TestNeverWorse:
 
         monkeypatch.setattr(Passes, "loss", loss)
         with torch.no_grad():
-            best, masks = train_([shared], passes, passes, 1.0, InductionConfig(epochs=3, learning_rate=1.0), 0)
-        assert best == 1.0
-        assert all(torch.equal(masks[name], seen[1][name]) for name in masks)
-        assert any(not torch.equal(masks[name], seen[2][name]) for name in masks)
+            best = train_([shared], passes, passes, 1.0, InductionConfig(epochs=3, learning_rate=1.0), 0)
+        assert best.loss == 1.0 and best.deltas is None
+        assert all(torch.equal(best.masks[name], seen[1][name]) for name in best.masks)
+        assert any(not torch.equal(best.masks[name], seen[2][name]) for name in best.masks)
 
 
 def exclusions(config: PruningConfig, block: str) -> list[str] | None:
@@ -167,7 +189,8 @@ def alone(model, pool: int | None = None) -> tuple[Shared, Passes]:
     member = Candidate("model.layers.0", linear, choose, pool or width)
     biases = {} if linear.bias is None else {"gate": linear.bias.detach().clone()}
     weights = {"gate": linear.weight.detach().clone()}
-    return Shared({"gate": member}, weights, biases, torch.rand(width) + 0.5, torch.randn(width)), passes
+    root, mean, spread = torch.rand(width) + 0.5, torch.randn(width), torch.rand(width) + 0.5
+    return Shared({"gate": member}, weights, biases, root, mean, spread), passes
 
 
 @pytest.fixture
@@ -250,20 +273,26 @@ class TestMasks:
 class TestTraining:
     @pytest.mark.parametrize("pool", [None, 4])
     def test_gradients_go_straight_through(self, pool):
-        """Those of the loss in the hard mask, by autograd through the block, times the soft mask's in theta."""
+        """Those of the loss in the hard mask, by autograd through the block, times the soft mask's in theta.
+
+        And those of the offset, which the loss itself has.
+        """
         model = llama(mlp_bias=True).double()
         shared, passes = alone(model, pool)
         shared.theta = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 0.3
+        shared.offset = torch.randn(32, generator=torch.Generator().manual_seed(2)) * 0.3
         masks = shared.masks()
         with torch.no_grad():
-            shared.write_(masks)
+            shared.write_(masks, shared.delta)
         linear, weight = shared.members["gate"].linear, shared.weights["gate"]
         mask = masks["gate"].double().requires_grad_()
-        shift = ((weight * (1 - mask)) @ shared.mean.double()) + shared.biases["gate"]
+        offset = shared.offset.double().requires_grad_()
+        delta = shared.mean + shared.spread * offset
+        shift = ((weight * (1 - mask)) @ delta) + shared.biases["gate"]
         call, target = passes.given[0], passes.targets[0]
         parameters = {"mlp.gate_proj.weight": weight * mask, "mlp.gate_proj.bias": shift}
         returned = torch.func.functional_call(passes.block, parameters, call.args, call.kwargs)
-        (of_mask,) = torch.autograd.grad((returned - target).square().mean(), mask)
+        of_mask, of_offset = torch.autograd.grad((returned - target).square().mean(), [mask, offset])
 
         theta = shared.theta.clone().requires_grad_()
         soft = soft_mask(weight, shared.root, theta, masks["gate"], shared.members["gate"].pool, 0.3)
@@ -272,20 +301,26 @@ class TestTraining:
         linear.weight.requires_grad_(True)
         linear.bias.requires_grad_(True)
         found = passes.gradients(0, shared.parameters)
-        got = shared.gradient(masks, dict(zip(shared.parameters, found, strict=True)), 0.3)
+        gradients = dict(zip(shared.parameters, found, strict=True))
+        got = shared.gradient(masks, gradients, 0.3)
         torch.testing.assert_close(got.double(), expected.double(), rtol=1e-4, atol=1e-7)
+        got = shared.offset_gradient(masks, gradients)
+        torch.testing.assert_close(got.double(), of_offset.double(), rtol=1e-4, atol=1e-7)
 
-    def test_the_bias_keeps_what_the_mean_input_adds(self):
+    def test_the_bias_starts_by_keeping_what_the_mean_input_adds(self):
         linear = nn.Linear(8, 5)
         x = torch.randn(64, 8) + 3
         dense = linear(x).mean(dim=0)
         weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
         member = Candidate("", linear, lambda s: row_mask(s, 4), 8)
-        shared = Shared({"a": member}, {"a": weight}, {"a": bias}, torch.ones(8), x.mean(dim=0))
+        shared = Shared({"a": member}, {"a": weight}, {"a": bias}, torch.ones(8), x.mean(dim=0), torch.ones(8))
         with torch.no_grad():
-            shared.write_(shared.masks())
+            shared.write_(shared.masks(), shared.delta)
         assert (linear.weight == 0).sum() == 20 and not torch.equal(linear.bias, bias)
         torch.testing.assert_close(linear(x).mean(dim=0), dense)
+        with torch.no_grad():
+            shared.write_(shared.masks(), None)
+        assert (linear.weight == 0).sum() == 20 and torch.equal(linear.bias, bias)
 
     def test_scales_are_centred_and_bounded(self):
         shared, _ = alone(llama())
@@ -394,6 +429,84 @@ class TestWhatIsLeft:
         assert {name: p.requires_grad for name, p in model.named_parameters()} == wanted
 
 
+class TestCreatedBiases:
+    CONSENT = InductionConfig(epochs=1, allow_bias=True)
+
+    @pytest.mark.usefixtures("learned_wins")
+    def test_every_linear_gets_one_where_that_helps(self):
+        model, dense = qwen2(), qwen2()
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        report = prune(model, induced(model, "wanda", induction=self.CONSENT))
+        assert [(row["shifted"], row["created"]) for row in report.induction] == [(3, 4)] * 3
+        assert "dense block, 9 biases shifted, 12 biases created" in " ".join(map(str.strip, str(report).splitlines()))
+        for name, linear in linears_of(model).items():
+            before = linears_of(dense)[name]
+            assert linear.bias.abs().max() > 0 and linear.bias.requires_grad == linear.weight.requires_grad
+            assert before.bias is None or not torch.equal(linear.bias, before.bias)
+        assert report.parameters_after - report.parameters_before == sum(
+            len(linear.bias) for name, linear in linears_of(model).items() if linears_of(dense)[name].bias is None
+        )
+
+    @pytest.mark.usefixtures("learned_wins")
+    def test_only_targets_and_their_kind(self):
+        """Mistral says by linear who has one; of Llama all of a kind do, with zeros where nothing was pruned."""
+        include = ["model.layers.1.mlp.up_proj"]
+        mlps = [f"model.layers.{layer}.mlp.{kind}_proj" for layer in range(3) for kind in ("gate", "up", "down")]
+        for build, expected in ((mistral, include), (llama, mlps)):
+            model = build()
+            prune(model, induced(model, "wanda", include=include, exclude=None, induction=self.CONSENT))
+            given = {name: linear.bias for name, linear in linears_of(model).items() if linear.bias is not None}
+            assert {*given} == {*expected}
+            assert [name for name, bias in given.items() if bias.any()] == include
+
+    def test_none_where_they_do_not_help(self, monkeypatch):
+        """Losses of a block: of the scorer's masks, of learned masks, and of these with biases."""
+        losses = iter([3.0, 1.0, 2.0] * 3)
+        monkeypatch.setattr(Passes, "loss", lambda _: next(losses))
+        model = llama()
+        report = prune(model, induced(model, "wanda", induction=self.CONSENT))
+        assert all(row["kept"] and row["created"] == 0 for row in report.induction)
+        assert bits(model).keys() == bits(llama()).keys() and model.config.mlp_bias is False
+
+    def test_none_of_blocks_that_gain_nothing(self, monkeypatch):
+        monkeypatch.setattr("optimum_prune.induction.train_", lambda *_: Found())
+        model = mistral()
+        prune(model, induced(model, "wanda", induction=self.CONSENT))
+        assert bits(model).keys() == bits(mistral()).keys()
+        assert "quantization_config" not in model.config.to_dict()
+
+    @pytest.mark.usefixtures("learned_wins")
+    def test_none_without_consent(self):
+        for build in (qwen2, llama, t5):
+            model = build()
+            prune(model, induced(model, "wanda"))
+            assert bits(model).keys() == bits(build()).keys()
+
+    @pytest.mark.usefixtures("learned_wins")
+    def test_a_trial_takes_them_away(self):
+        model = mistral()
+        before, written = bits(model), model.config.to_dict()
+        config = induced(model, "wanda", induction=self.CONSENT)
+        scorer = load_scorer(config)
+        targets = find_mask_targets(model, config, scorer)
+        with targets.trial(model, scorer, data_of(model, config), config):
+            assert len(bits(model)) > len(before)
+        assert bits(model) == before and model.config.to_dict() == written
+
+    @pytest.mark.parametrize(("build", "biased"), [(opt, True), (mistral, False)])
+    def test_deltas_are_learned(self, build, biased):
+        """They leave the mean, and the loss of what was trained on gets lower by them."""
+        config = induced(build(), "wanda", induction=InductionConfig(epochs=2, allow_bias=not biased))
+        gains = []
+        for still in (True, False):
+            model = build()
+            with pytest.MonkeyPatch.context() as patch:
+                if still:
+                    patch.setattr(Shared, "offset_gradient", lambda self, *_: torch.zeros_like(self.offset))
+                gains.append(prune(model, config).induction)
+        assert sum(row["induced"] for row in gains[1]) < sum(row["induced"] for row in gains[0])
+
+
 class TestReport:
     def test_gains(self):
         model = llama()
@@ -420,6 +533,8 @@ class TestReport:
         assert read_config(parser.parse_args(base)).induction is None
         given = read_config(parser.parse_args([*base, "--induction-epochs", "3", "--induction-held-out", "0.25"]))
         assert given.induction == InductionConfig(epochs=3, held_out=0.25)
+        given = read_config(parser.parse_args([*base, "--induction-allow-bias"]))
+        assert given.induction == InductionConfig(allow_bias=True)
 
     def test_in_words(self):
         rows = [Gain("a", 1.0, 0.5), Gain("b", 1.0, 3.0), Gain("c", 2.0, 1.6)]
@@ -433,7 +548,8 @@ class TestReport:
 
     def test_losses_that_are_not_finite_are_no_gain_and_valid_json(self):
         row = Gain("a", float("inf"), float("nan")).to_dict()
-        assert row == {"block": "a", "base": None, "induced": None, "kept": False}
+        biases = {"shifted": 0, "created": 0}
+        assert row == {"block": "a", "base": None, "induced": None, "kept": False} | biases
 
     def test_si_is_wanda_with_it(self):
         models = [llama() for _ in range(2)]
@@ -460,6 +576,11 @@ class TestRefusals:
             ({"induction": {"held_out": 1.0}}, "held_out must be a number > 0 and < 1, got 1.0"),
             ({"induction": {"bound": 1}}, "bound must be a finite number > 1, got 1"),
             ({"induction": {"spectral": -1}}, "spectral must be a finite number >= 0, got -1"),
+            ({"induction": {"allow_bias": 1}}, "allow_bias must be True or False, got 1"),
+            (
+                {"scorer": "sparsegpt", "induction": {"allow_bias": True}},
+                "induction.allow_bias has no meaning with scorer 'sparsegpt'.*choose 'wanda' or 'magnitude'",
+            ),
             ({"induction": {"learning_rte": 1}}, "Unknown InductionConfig field 'learning_rte'.*learning_rate"),
         ],
     )

@@ -12,10 +12,33 @@ import optimum_prune
 
 PACKAGE = Path(optimum_prune.__file__).parent
 LAYERS = [
-    {"errors", "checks", "registry", "options", "config"},
-    {"allocation", "bounds", "masks", "objectives", "scales", "solvers", "compensation", "adapters", "scorers"},
-    {"binding", "configs", "skipping", "surgery", "sizes", "scoring", "modes", "calibration", "layerwise"}
-    | {"sparsity", "callbacks", "semi_structured", "refit", "rescaling", "streams", "scaling", "induction"},
+    {"errors", "checks", "registry", "fetching", "options", "config"},
+    {"allocation", "bounds", "masks", "objectives", "quantiles", "scales", "solvers", "compensation"}
+    | {"adapters", "scorers"},
+    {
+        "binding",
+        "biases",
+        "configs",
+        "skipping",
+        "surgery",
+        "padded",
+        "sizes",
+        "scoring",
+        "modes",
+        "calibration",
+        "layerwise",
+    }
+    | {
+        "sparsity",
+        "callbacks",
+        "semi_structured",
+        "refit",
+        "rescaling",
+        "streams",
+        "scaling",
+        "induction",
+        "class_switch",
+    },
     {
         "pipeline",
         "ranked",
@@ -29,7 +52,7 @@ LAYERS = [
         "latency",
         "evaluation",
     }
-    | {"planning", "comparing"},
+    | {"planning", "comparing", "plots", "recovery"},
     {"integrations"},
     {"pruner"},
     {"commands"},
@@ -39,6 +62,7 @@ PURE = {
     "allocation",
     "bounds",
     "masks",
+    "quantiles",
     "scales",
     "solvers",
     "compensation",
@@ -84,7 +108,7 @@ def third_party(tree: ast.AST) -> set[tuple[str, bool]]:
 def may_import(part: str, eager: bool) -> set[str] | None:
     """Return the third parties that a part may import, or None where there is no rule."""
     if LAYER[part] == 0:
-        return set() if eager else {"yaml"}
+        return set() if eager else {"yaml", "huggingface_hub"}
     return {"adapters": set[str](), "scorers": {"torch"}, "allocation": {"torch"}}.get(part)
 
 

@@ -10,16 +10,16 @@ from tests.reports import DATA, DENSE, PRUNED
 
 
 def ratios(dense, pruned):
-    return {row[0]: row[3] for row in comparison_rows(dense, pruned)}
+    return {row[0]: row[3] for row in comparison_rows({"dense": dense, "pruned": pruned})}
 
 
 def test_the_table():
     assert (
-        comparison(DENSE, PRUNED)
+        comparison({"dense": DENSE, "pruned": PRUNED})
         == """\
                        dense    pruned   ratio
 perplexity             12.50    25.00    2.00x
-KL(dense || pruned)             0.7500
+KL to the dense model           0.7500
 parameters             10,000   9,000    0.90x
 weights                40.0 MB  36.0 MB  0.90x
 prefill of 128 tokens  50.0 ms  40.0 ms  0.80x
@@ -38,11 +38,22 @@ measured on org/texts:small, 32 samples, 4,096 tokens; cpu, float32, CPU threads
     ],
 )
 def test_large_and_broken_numbers(perplexity, row):
-    assert comparison_rows(DENSE, replace(PRUNED, perplexity=perplexity))[0][2:] == row
+    assert comparison_rows({"dense": DENSE, "pruned": replace(PRUNED, perplexity=perplexity)})[1][2:] == row
+
+
+def test_recovered_and_control():
+    recovered, control = replace(PRUNED, perplexity=20.0, kl=0.5), replace(DENSE, perplexity=10.0, prefill_ms=None)
+    rows = comparison_rows({"control": control, "dense": DENSE, "recovered": recovered, "pruned": PRUNED})
+    assert rows[:3] == [
+        ("", "dense", "pruned", "recovered", "control", "ratio"),
+        ("perplexity", "12.50", "25.00", "20.00", "10.00", "1.60x"),
+        ("KL to the dense model", "", "0.7500", "0.5000", "", ""),
+    ]
+    assert rows[5] == ("prefill of 128 tokens", "50.0 ms", "40.0 ms", "40.0 ms", "", "0.80x")
 
 
 def test_alone():
-    assert str(DENSE) == comparison(None, DENSE)
+    assert str(DENSE) == comparison({"pruned": DENSE})
     assert (
         str(replace(DENSE, prefill_ms=None, decode_ms_per_token=None))
         == """\

@@ -22,6 +22,7 @@ from optimum_prune.errors import (
     PruningError,
     UnsupportedArchitecture,
 )
+from optimum_prune.integrations import companions
 from optimum_prune.pipeline import prune
 from optimum_prune.pruner import Pruner
 from optimum_prune.report import PruningReport
@@ -33,14 +34,6 @@ SAMPLES = tokens(batch=4, length=16, seed=1).tolist()
 OTHERS = tokens(batch=4, length=16, seed=2).tolist()
 CUT = PruningConfig(scorer="magnitude", sparsity=0.3, allocation="global", round_to=1)
 UNIFORM = PruningConfig(scorer="magnitude", sparsity=0.5)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    llama().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -388,7 +381,7 @@ def test_failing_card_leaves_nothing(pruner, tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise InvalidConfig("not a card")
 
-    monkeypatch.setattr(pruner_module, "model_card", fail)
+    monkeypatch.setattr(companions, "model_card", fail)
     pruner.prune(CUT)
     with pytest.raises(InvalidConfig, match="not a card"):
         pruner.save_pretrained(tmp_path / "it")

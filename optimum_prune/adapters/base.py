@@ -33,6 +33,8 @@ class CoupledGroup:
         tied: `"units"` where the same units have to go in every layer of the stack, `"counts"` where only their
             number has to be the same.
         cached: generation keeps the group's keys and values, of every token.
+        biases: linears that the class builds with a bias; or the config attribute that says whether all linears of the
+            group have one (other groups of the stack may go by the same).
     """
 
     unit: str
@@ -48,6 +50,7 @@ class CoupledGroup:
     tables: tuple[str, ...] = ()
     tied: Literal["units", "counts"] | None = None
     cached: bool = False
+    biases: tuple[str, ...] | str = ()
 
 
 @dataclass(frozen=True)

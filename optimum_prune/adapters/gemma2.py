@@ -1,7 +1,5 @@
 """Gemma 2: Llama's blocks; the norms behind its sub-layers carry no units."""
 
-from dataclasses import replace
+from optimum_prune.adapters.llama import shaped_like_llama
 
-from optimum_prune.adapters import llama
-
-ADAPTER = replace(llama.ADAPTER, model_type="gemma2")
+ADAPTER = shaped_like_llama("gemma2", attention="attention_bias")

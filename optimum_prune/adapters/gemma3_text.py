@@ -1,7 +1,5 @@
 """Gemma 3, the language model alone: Llama's blocks; its norms of queries and keys work inside a head."""
 
-from dataclasses import replace
+from optimum_prune.adapters.llama import shaped_like_llama
 
-from optimum_prune.adapters import llama
-
-ADAPTER = replace(llama.ADAPTER, model_type="gemma3_text")
+ADAPTER = shaped_like_llama("gemma3_text", attention="attention_bias")

@@ -1,5 +1,7 @@
 """Llama, and everything that is shaped like it."""
 
+from dataclasses import replace
+
 from optimum_prune.adapters.base import Adapter, CoupledGroup, Rescaling, Stack
 
 ATTENTION = CoupledGroup(
@@ -12,6 +14,7 @@ ATTENTION = CoupledGroup(
     unit_size_key="head_dim",
     keep_global=True,  # LlamaConfig refuses a global head count that does not divide hidden_size
     cached=True,
+    biases="attention_bias",
 )
 MLP = CoupledGroup(
     unit="mlp_channel",
@@ -20,6 +23,7 @@ MLP = CoupledGroup(
     readers=("mlp.down_proj",),
     counts={"intermediate_size": "mlp.gate_proj"},
     width_attributes=("mlp.intermediate_size",),
+    biases="mlp_bias",
 )
 _HEAD = "self_attn.head_dim"
 RESCALINGS = (
@@ -39,3 +43,9 @@ STACK = Stack(
     "model.layers", (ATTENTION, MLP), sublayers={"attention": "self_attn", "mlp": "mlp"}, rescalings=RESCALINGS
 )
 ADAPTER = Adapter("llama", stacks=(STACK,))
+
+
+def shaped_like_llama(model_type: str, attention: tuple[str, ...] | str = ()) -> Adapter:
+    """Declare Llama's blocks for a class whose MLPs have no biases; `attention` says which its attention has."""
+    groups = (replace(ATTENTION, biases=attention), replace(MLP, biases=()))
+    return Adapter(model_type, stacks=(replace(STACK, groups=groups),))

@@ -6,7 +6,9 @@ from optimum_prune.adapters import llama, opt
 from optimum_prune.adapters.base import Adapter, CoupledGroup, Rescaling, Stack
 
 # CLIPAttention derives its head size as OPTAttention does, but no config key states it, and nothing is cached.
-VISION_ATTENTION = replace(opt.ATTENTION, unit_size_key=None, cached=False)
+VISION_ATTENTION = replace(
+    opt.ATTENTION, unit_size_key=None, cached=False, biases=opt.ATTENTION.writers + opt.ATTENTION.readers
+)
 VISION_MLP = CoupledGroup(
     unit="mlp_channel",
     site="mlp",
@@ -14,6 +16,7 @@ VISION_MLP = CoupledGroup(
     readers=("mlp.fc2",),
     counts={"intermediate_size": "mlp.fc1"},
     keep_global=True,  # a SigLIP tower has a pooling head of that width too
+    biases=("mlp.fc1", "mlp.fc2"),
 )
 VISION_RESCALINGS = (
     Rescaling("layer_norm1", readers=VISION_ATTENTION.writers),

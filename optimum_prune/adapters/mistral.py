@@ -1,7 +1,5 @@
 """Mistral: Llama's blocks."""
 
-from dataclasses import replace
+from optimum_prune.adapters.llama import shaped_like_llama
 
-from optimum_prune.adapters import llama
-
-ADAPTER = replace(llama.ADAPTER, model_type="mistral")
+ADAPTER = shaped_like_llama("mistral")

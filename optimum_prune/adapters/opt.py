@@ -13,6 +13,7 @@ ATTENTION = CoupledGroup(
     unit_attributes=("self_attn.num_heads",),
     keep_global=True,  # OPTAttention derives its head size from hidden_size and the global head count
     cached=True,
+    biases="enable_bias",
 )
 MLP = CoupledGroup(
     unit="mlp_channel",
@@ -20,6 +21,7 @@ MLP = CoupledGroup(
     writers=("fc1",),
     readers=("fc2",),
     counts={"ffn_dim": "fc1"},
+    biases="enable_bias",
 )
 ATTENTION_RESCALINGS = (
     Rescaling("self_attn.k_proj", multiplied="self_attn.q_proj"),

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: Llama's blocks, with biases on the queries, keys and values."""
 
-from dataclasses import replace
+from optimum_prune.adapters.llama import ATTENTION, shaped_like_llama
 
-from optimum_prune.adapters import llama
-
-ADAPTER = replace(llama.ADAPTER, model_type="qwen2")
+ADAPTER = shaped_like_llama("qwen2", attention=ATTENTION.writers)

@@ -1,7 +1,5 @@
 """Qwen3: Llama's blocks; its norms of queries and keys work inside a head, so they carry no units."""
 
-from dataclasses import replace
+from optimum_prune.adapters.llama import shaped_like_llama
 
-from optimum_prune.adapters import llama
-
-ADAPTER = replace(llama.ADAPTER, model_type="qwen3")
+ADAPTER = shaped_like_llama("qwen3", attention="attention_bias")

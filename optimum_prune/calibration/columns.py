@@ -23,10 +23,11 @@ class Source:
     """Data before it is tokenised or cut, read as `items` is iterated.
 
     A text is a string, token ids are a list; a pair is `(input, target)`; an image with text is `(image or list of
-    images, text)`. Where the model reads images, and there are some that are not read, `advice` says how they would be.
+    images, text)`; a chat is a list of turns with `role` and `content`, which only training asks for. Where the model
+    reads images, and there are some that are not read, `advice` says how they would be.
     """
 
-    kind: Literal["texts", "token ids", "text pairs", "token pairs", "images"]
+    kind: Literal["texts", "token ids", "text pairs", "token pairs", "images", "chats"]
     items: Iterable[Any]
     advice: str = ""
 
@@ -43,7 +44,7 @@ def from_columns(dataset: Any, config: CalibrationConfig, what: str, model: Mode
     Raises:
         CalibrationError: no such column, or not one alone; the columns are listed.
     """
-    types = _column_types(dataset, what)
+    types = column_types(dataset, what)
     if config.image_column is not None or (model == "image-text" and types.get("image") in IMAGES):
         image = _named("image_column", config.image_column or "image", types, IMAGES, "images", what)
         text = _text_column(types, config.text_column, what)
@@ -51,7 +52,7 @@ def from_columns(dataset: Any, config: CalibrationConfig, what: str, model: Mode
         dataset = _undecoded(dataset.select_columns([image, text]))
         return Source("images", rows(dataset, partial(_both, image, text), what, ahead=1))
     if (target := _target_ids(types, config, model)) is not None:
-        dataset = dataset.select_columns([*_token_columns(types), target])
+        dataset = dataset.select_columns([*token_columns(types), target])
         return Source("token pairs", rows(dataset, partial(_token_pair, target), what))
     if config.target_column is not None:
         target = _named("target_column", config.target_column, types, STRINGS, "strings", what)
@@ -59,12 +60,13 @@ def from_columns(dataset: Any, config: CalibrationConfig, what: str, model: Mode
         return Source("text pairs", rows(dataset.select_columns([text, target]), partial(_both, text, target), what))
     advice = _unread_images(types) if model == "image-text" else ""
     if config.text_column is None and "input_ids" in types:
-        return Source("token ids", rows(dataset.select_columns(_token_columns(types)), _unpadded, what), advice)
+        return Source("token ids", rows(dataset.select_columns(token_columns(types)), _unpadded, what), advice)
     text = _text_column(types, config.text_column, what, advice=advice)
     return Source("texts", rows(dataset.select_columns([text]), lambda row: row[text], what), advice)
 
 
-def _column_types(dataset: Any, what: str) -> dict[str, str]:
+def column_types(dataset: Any, what: str) -> dict[str, str]:
+    """Return what each column of a dataset holds, in words: one of `STRINGS`, `LISTS`, `IMAGES`, or another type."""
     from datasets import Dataset, Image
 
     with reading(what):
@@ -88,7 +90,8 @@ def _target_ids(types: dict[str, str], config: CalibrationConfig, model: ModelKi
     return column if column != "input_ids" and types.get(column) in LISTS else None
 
 
-def _token_columns(types: dict[str, str]) -> list[str]:
+def token_columns(types: dict[str, str]) -> list[str]:
+    """Return the column of token ids, and that of their mask where there is one."""
     return [column for column in ("input_ids", "attention_mask") if column in types]
 
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 LEFT_OUT = {  # what `Request.seen` counts -> what it is
     "short": "samples too short for span corruption",
     "unfit": "samples whose images would have been cut",
+    "unanswered": "samples of which no token would be trained on",
 }
 
 
@@ -66,10 +67,29 @@ def load_samples(
     """
     request = resolve(config, model, default_seq_len, order)
     tokenizer = tokenizer or getattr(processor, "tokenizer", None)
-    loaded: dict[str, Any] = {}
     source = open_fitting(request, model, image_stack)
+    data = read_samples(source, request, model, tokenizer, processor)
+    if request.model == "image-text" and data.images is None:
+        sentence = f"Calibration on {data.source} sees no images, which this model reads too. "
+        logger.warning("%s", (sentence + (source.advice if source else "")).rstrip())
+    return data
+
+
+def read_samples(
+    source: Source | None,
+    request: Request,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: Any,
+) -> CalibrationData:
+    """Get the samples of a source that is open; of None, text that the model writes itself. See `load_samples`.
+
+    Raises:
+        CalibrationError: the source has nothing usable in it, or does not fit the model.
+    """
+    loaded: dict[str, Any] = {}
     if source is None:
-        loaded["samples"] = draw_samples(model, tokenizer, config, request.seq_len)
+        loaded["samples"] = draw_samples(model, tokenizer, request.config, request.seq_len)
     else:
         check_companions(source, request, model, tokenizer, processor)
         if request.model == "encoder-decoder":
@@ -79,10 +99,7 @@ def load_samples(
             loaded |= _images_with_text(source, model, processor, request)
         else:
             loaded["samples"] = _plain(source, tokenizer, request)
-    texts = request.seen["texts"] or None
-    data = CalibrationData(seq_len=request.seq_len, source=_name(config), texts=texts, **loaded)
-    _report(data, request, source.advice if source else "")
-    return data
+    return reported(request, **loaded)
 
 
 def _questions_and_answers(
@@ -136,15 +153,23 @@ def _unzipped(couples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[
     return [first for first, _ in couples], [second for _, second in couples]
 
 
-def _name(config: CalibrationConfig) -> str:
+def source_name(config: CalibrationConfig) -> str:
+    """Name a source the same wherever it is named from."""
     source = config.to_dict()["source"]
     # absolute: after a change of directory a relative path would look like a Hub id
     return os.path.abspath(source) if os.path.exists(source) else source
 
 
-def _report(data: CalibrationData, request: Request, advice: str) -> None:
-    """Refuse to go on with nothing; say what was used and what was not."""
+def reported(request: Request, **loaded: Any) -> CalibrationData:
+    """Put what was loaded together, refuse to go on with nothing, and say what was used and what was not.
+
+    Raises:
+        CalibrationError: there are no samples.
+    """
     seen, asked = request.seen, request.config.num_samples
+    data = CalibrationData(
+        seq_len=request.seq_len, source=source_name(request.config), texts=seen["texts"] or None, **loaded
+    )
     if not data.samples:
         left_out = [f"{seen['blank'] + seen['empty']} empty entries"]
         left_out += [f"{seen[reason]} {words}" for reason, words in LEFT_OUT.items() if seen[reason]]
@@ -159,6 +184,4 @@ def _report(data: CalibrationData, request: Request, advice: str) -> None:
     for reason, words in {"empty": "empty samples", **LEFT_OUT}.items():
         if seen[reason]:
             logger.warning("%d %s of %s were left out.", seen[reason], words, data.source)
-    if request.model == "image-text" and data.images is None:
-        sentence = f"Calibration on {data.source} sees no images, which this model reads too. {advice}"
-        logger.warning("%s", sentence.rstrip())
+    return data

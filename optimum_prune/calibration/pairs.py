@@ -33,11 +33,11 @@ def pairs(source: Source, tokenizer: PreTrainedTokenizerBase | None, request: Re
         CalibrationError: there is no tokenizer for texts, or something else than the model's token ids.
     """
     if source.kind == "text pairs":
-        usable, encode = _has_words, partial(_tokenised, needed(tokenizer), request)
+        usable, encode = has_words, partial(_tokenised, needed(tokenizer), request)
     else:
-        usable, encode = _has_tokens, partial(_taken, request)
+        usable, encode = has_tokens, partial(_taken, request)
     chosen = in_order(source.items, request, partial(usable, request.seen))
-    encoded = (pair for pair in map(encode, chosen) if _has_tokens(request.seen, pair))
+    encoded = (pair for pair in map(encode, chosen) if has_tokens(request.seen, pair))
     count = request.config.num_samples
     return list(tqdm(islice(encoded, count), desc="Tokenizing", total=count, unit="pair", delay=2))
 
@@ -58,13 +58,15 @@ def start_token(model: PreTrainedModel) -> int:
     )
 
 
-def _has_words(seen: Counter[str], pair: tuple[str | None, str | None]) -> bool:
+def has_words(seen: Counter[str], pair: tuple[str | None, str | None]) -> bool:
+    """Say whether both halves have words, and count it."""
     usable = all(text is not None and text.strip() for text in pair)
     seen["texts" if usable else "blank"] += 1
     return usable
 
 
-def _has_tokens(seen: Counter[str], pair: tuple[Any, Any]) -> bool:
+def has_tokens(seen: Counter[str], pair: tuple[Any, Any]) -> bool:
+    """Say whether both halves have tokens, and count those that have not."""
     usable = all(ids is not None and len(ids) > 0 for ids in pair)
     seen["empty"] += not usable
     return usable

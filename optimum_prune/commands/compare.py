@@ -63,7 +63,7 @@ def _compare(args: argparse.Namespace) -> None:
     from optimum_prune.integrations.loading import load_skeleton
     from optimum_prune.pruner import Pruner  # here, because it brings torch
 
-    loading, options = loading_options(args), evaluation_options(args, next(iter(settings.values())))
+    loading, options = loading_options(args), evaluation_options(args, next(iter(settings.values())).calibration)
     # Refuse what cannot be before the model is loaded.
     open_source(CalibrationConfig(args.evaluate, **options))
     skeleton = load_skeleton(args.model, **loading)

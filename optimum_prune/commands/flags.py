@@ -2,9 +2,11 @@
 
 import argparse
 import logging
+import os
+import sys
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,13 +14,17 @@ from typing import Any, NoReturn
 
 from optimum_prune import registry
 from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
-from optimum_prune.errors import PruningError
+from optimum_prune.errors import InvalidConfig, PruningError, PublishError
+from optimum_prune.measurements import check_evaluation
 from optimum_prune.options import read_recipe
+from optimum_prune.recovery.config import RecoveryConfig
 
 CALIBRATION = "calibration_"  # prefix of the flags that are fields of CalibrationConfig
 INDUCTION = "induction_"  # and of InductionConfig
+RECOVERY_SECTION = "recovery"  # key of a recipe that holds the fields of RecoveryConfig
 EVALUATION = "evaluate_"  # prefix of the flags that say the same of the evaluation data
 LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
+CLOSED = 141  # what shells report of a program that wrote to nobody
 INTERRUPTED = 130  # what shells report of a program that ended by Ctrl-C
 
 
@@ -27,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown flags with the nearest one; the root parser would refuse them with its own usage."""
@@ -57,12 +63,34 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Declare where the configurations come from, and how the result is written."""
     add = parser.add_argument
     add("--recipe", type=Path, metavar="FILE", help="YAML or JSON recipe; flags override its values")
+    add_layout(parser)
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Declare how the layers are written."""
+    add = parser.add_argument
     add(
         "--layout",
-        choices=("auto", "stock", "compact"),
+        choices=("auto", "stock", "compact", "padded"),
         default="auto",
         help="how the model is written: 'stock' loads without this package and needs equal widths in "
-        "every layer, 'compact' takes any; 'auto' chooses (default)",
+        "every layer, 'compact' takes any, 'padded' fills up with zeros to the widest layer, which takes more room and "
+        "loads without this package; 'auto' chooses one of the first two (default)",
+    )
+    add(
+        "--class-switch",
+        action="store_true",
+        help="write a Llama as the Mistral that computes the same, if only so its number of heads can be 'stock'",
+    )
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """Declare how the weights are written."""
+    parser.add_argument(
+        "--storage",
+        choices=("dense", "packed"),
+        default="dense",
+        help="'packed' stores a zero as one bit, and loads with this package alone (default: dense)",
     )
 
 
@@ -77,34 +105,62 @@ def add_evaluation(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
 
 
-def evaluation_options(args: argparse.Namespace, config: PruningConfig) -> dict[str, Any]:
-    """Return what was given of the evaluation data; its columns are those of the calibration data."""
+def check_evaluation_flags(args: argparse.Namespace) -> None:
+    """Refuse an evaluation that cannot be made, and how much of one that nobody asked for.
+
+    Raises:
+        InvalidConfig: naming the flags.
+    """
+    if args.evaluate is not None:
+        check_evaluation(args.evaluate)
+    elif given := given_fields(args, CalibrationConfig, EVALUATION):
+        flags = ", ".join(f"--{EVALUATION}{name}".replace("_", "-") for name in given)
+        raise InvalidConfig(f"{flags} has no meaning without --evaluate SOURCE.")
+
+
+def evaluation_options(args: argparse.Namespace, data: CalibrationConfig | RecoveryConfig) -> dict[str, Any]:
+    """Return what was given of the evaluation data; its columns are those of the other data of the run."""
     names = ("text_column", "target_column", "image_column")
-    columns = {name: value for name in names if (value := getattr(config.calibration, name)) is not None}
+    columns = {name: value for name in names if (value := getattr(data, name)) is not None}
     return columns | given_fields(args, CalibrationConfig, EVALUATION)
 
 
 def add_configs(parser: argparse.ArgumentParser) -> None:
     """Declare the fields of the configurations."""
-    _add_fields(parser.add_argument_group("pruning"), PruningConfig)
-    _add_fields(parser.add_argument_group("calibration"), CalibrationConfig, prefix=CALIBRATION)
+    # the fields of calibration and induction are flags of their own
+    add_fields(parser.add_argument_group("pruning"), PruningConfig, without=("calibration", "induction"))
+    add_fields(parser.add_argument_group("calibration"), CalibrationConfig, prefix=CALIBRATION)
     induction = parser.add_argument_group(
         "induction", "Masks are learned where any of these is given; see --scorer si."
     )
-    _add_fields(induction, InductionConfig, prefix=INDUCTION)
+    add_fields(induction, InductionConfig, prefix=INDUCTION)
 
 
 def attempt(
     command: Callable[[argparse.Namespace], None], args: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
-    """Do what was asked; a user's mistake ends in one line and exit code 2."""
+    """Do what was asked; a user's mistake ends in one line and exit code 2, an upload that fails in code 1."""
     _warn_plainly()
     try:
         command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read has enough (`| head`); at exit, Python would try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        parser.exit(CLOSED)
+    except PublishError as error:
+        parser.exit(1, f"{parser.prog}: error: {printable(' '.join(str(error).split()))}\n")
     except PruningError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(INTERRUPTED, "\nInterrupted.\n")  # below what is left of a progress bar
+
+
+def printable(text: str) -> str:
+    """Escape what a stranger may have written to move the cursor or rename the window; lines stay lines."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,6 +171,7 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
 def read_config(args: argparse.Namespace) -> PruningConfig:
     """Merge the recipe and the flags, then check the result: a recipe may leave what a flag gives."""
     recipe = read_recipe(args.recipe) if args.recipe else {}
+    recipe.pop(RECOVERY_SECTION, None)  # of `run`, which reads it by itself
     calibration = CalibrationConfig.from_dict(recipe.get("calibration", {}))
     calibration = replace(calibration, **given_fields(args, CalibrationConfig, CALIBRATION))
     induction = recipe.get("induction")
@@ -132,9 +189,10 @@ def _warn_plainly() -> None:
     logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
 
 
-def _add_fields(group: Any, config: type, prefix: str = "") -> None:
+def add_fields(group: Any, config: type, prefix: str = "", without: Sequence[str] = ()) -> None:
+    """Declare a flag for every field of a configuration."""
     for option in fields(config):
-        if option.name not in ("calibration", "induction"):  # their fields are flags of their own
+        if option.name not in without:
             default = "" if option.default is None else f" (default: {option.default})"
             group.add_argument(
                 f"--{prefix}{option.name}".replace("_", "-"),
@@ -151,6 +209,8 @@ def _value(option: Field) -> dict[str, Any]:
         return {"nargs": "+", "metavar": "NAME=VALUE", "action": _Options}
     if list[str] in kinds:
         return {"nargs": "+", "metavar": "NAME"}
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
     if float in kinds:
         return {"type": float if option.default is None else _number_or_word, "metavar": "X"}
     if int in kinds:

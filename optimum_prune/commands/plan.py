@@ -46,7 +46,7 @@ def _plan(args: argparse.Namespace) -> None:
     from optimum_prune.planning.planner import make_plan  # here, because it brings torch
 
     plan = make_plan(load_skeleton(args.model, **loading_options(args)), config, args.tensor_parallel, skeleton=True)
-    plan.check_layout(args.layout)
+    plan.check_layout(args.layout, args.class_switch)
     if args.json is not None:
         try:
             args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,6 @@
 """The command `optimum-cli prune` and its `run`; torch comes with the work."""
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,26 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from optimum_prune.commands.compare import CompareCommand
+from optimum_prune.commands.convert import ConvertCommand
 from optimum_prune.commands.flags import (
-    EVALUATION,
     OneLineParser,
     add_configs,
     add_evaluation,
     add_model,
     add_recipe,
+    add_storage,
     attempt,
+    check_evaluation_flags,
     evaluation_options,
-    given_fields,
     loading_options,
     read_config,
 )
+from optimum_prune.commands.output import check_output
 from optimum_prune.commands.plan import PlanCommand
+from optimum_prune.commands.push import PushCommand, add_publishing, destination
+from optimum_prune.commands.recover import RecoverCommand, add_recovery, check_apart, check_dense, read_recovery
+from optimum_prune.commands.report import ReportCommand
 from optimum_prune.config import CalibrationConfig
-from optimum_prune.errors import InvalidConfig
-from optimum_prune.measurements import check_evaluation
 
 
 class RunCommand(BaseOptimumCLICommand):
@@ -42,14 +44,11 @@ class RunCommand(BaseOptimumCLICommand):
         add_recipe(parser)
         add = parser.add_argument
         add("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
-        add(
-            "--storage",
-            choices=("dense", "packed"),
-            default="dense",
-            help="'packed' stores a zero as one bit, and loads with this package alone (default: dense)",
-        )
+        add_storage(parser)
         add_evaluation(parser, required=False)
+        add_publishing(parser)
         add_configs(parser)
+        add_recovery(parser)
 
     def run(self) -> None:
         """Do what was asked."""
@@ -62,7 +61,15 @@ class PruneCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo("prune", help="Prune transformers models.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (RunCommand, PlanCommand, CompareCommand)
+        for command in (
+            RunCommand,
+            PlanCommand,
+            CompareCommand,
+            ReportCommand,
+            ConvertCommand,
+            RecoverCommand,
+            PushCommand,
+        )
     )
 
     @BaseOptimumCLICommand.subparsers.getter
@@ -75,52 +82,57 @@ class PruneCommand(BaseOptimumCLICommand):
 
 def _run(args: argparse.Namespace) -> None:
     config = read_config(args)
-    _check_output(args.output, args.model)
-    if args.evaluate is not None:
-        check_evaluation(args.evaluate)
-    elif given := given_fields(args, CalibrationConfig, EVALUATION):
-        flags = ", ".join(f"--{EVALUATION}{name}".replace("_", "-") for name in given)
-        raise InvalidConfig(f"{flags} has no meaning without --evaluate SOURCE.")
+    check_output(args.output, args.model)
+    check_evaluation_flags(args)
+    measured = evaluation_options(args, config.calibration)
+    recovery = read_recovery(args)
+    to = destination(args)
 
     from optimum_prune.calibration.sources import open_source
+    from optimum_prune.integrations.hub import prepare, upload
+    from optimum_prune.integrations.layouts import check_choice
     from optimum_prune.integrations.loading import load_skeleton
     from optimum_prune.planning.planner import make_plan
     from optimum_prune.pruner import Pruner  # here, because it brings torch
+    from optimum_prune.recovery.recover import check_directory, check_recovery
 
     loading = loading_options(args)
     # Refuse what cannot be before hours of work, not after.
+    check_choice(args.layout, args.storage)
     if args.evaluate is not None:
-        open_source(CalibrationConfig(args.evaluate, **evaluation_options(args, config)))
-    make_plan(load_skeleton(args.model, **loading), config, skeleton=True).check_layout(args.layout)
+        open_source(CalibrationConfig(args.evaluate, **measured))
+    skeleton = load_skeleton(args.model, **loading)
+    make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
+    if recovery is not None:
+        if getattr(skeleton.config, "pruning_config", None) is not None:
+            how = "Prune first, then use `optimum-cli prune recover` with --dense MODEL."
+            check_dense(recovery, args.recover_control, how)
+        check_apart(recovery, args.layout)
+        check_recovery(skeleton, recovery, calibration=config.calibration.source)
+        if args.recover_directory is not None:
+            check_directory(args.recover_directory)
+    if to is not None:
+        to = prepare(to)
     pruner = Pruner.from_pretrained(args.model, **loading)
-    print(pruner.prune(config))
-    try:
-        if args.evaluate is not None:
-            pruner.evaluate(args.evaluate, **evaluation_options(args, config))
-            print(pruner.comparison())
-    finally:  # an evaluation that fails must not cost the pruned model
-        pruner.save_pretrained(args.output, layout=args.layout, storage=args.storage)
+    report = pruner.prune(config)
+
+    def save() -> None:
+        how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
+        pruner.save_pretrained(args.output, **how)
         print(f"Saved to {args.output}")
 
-
-def _check_output(output: Path, model: str) -> None:
-    """Refuse an output folder that cannot be written, or must not, before hours of work go into it.
-
-    Raises:
-        InvalidConfig: naming the folder and the reason.
-    """
-    name = f"--output {str(output)!r}"
     try:
-        if output.resolve() == Path(model).resolve():
-            raise InvalidConfig(f"{name} is the model's own folder; choose another.")
-        if output.exists() and not output.is_dir():
-            raise InvalidConfig(f"{name} is a file; choose a folder.")
-        if Path.cwd().is_relative_to(output.resolve()):
-            raise InvalidConfig(f"{name} holds the working directory; choose another.")
-        if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
-            raise InvalidConfig(f"{name} is not empty and holds no checkpoint to replace; choose another.")
-        parent = next(folder for folder in output.absolute().parents if folder.exists())
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".optimum-prune-"):
-            pass  # the only answer that holds on every file system
-    except OSError as error:
-        raise InvalidConfig(f"{name} cannot be written: {error.strerror}.") from error
+        print(report)
+        if args.evaluate is not None:
+            pruner.evaluate(args.evaluate, **measured)
+        if recovery is not None:
+            save()  # what is pruned is not lost in hours of training
+            print(pruner.recover(recovery, control=args.recover_control, directory=args.recover_directory))
+            if args.evaluate is not None:
+                pruner.evaluate(args.evaluate, **measured)
+        if args.evaluate is not None:
+            print(pruner.comparison())
+    finally:  # an evaluation that fails must not cost the pruned model
+        save()
+    if to is not None:
+        print(f"Uploaded to {upload(args.output, to)}")

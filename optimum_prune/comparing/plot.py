@@ -1,37 +1,38 @@
 """The picture of a comparison: perplexity over sparsity, or bars where there is one sparsity alone."""
 
-import io
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimum_prune.comparing.naming import DENSE
 from optimum_prune.comparing.results import Comparison, Row
+from optimum_prune.plots.style import COLORS, KEPT, REMOVED, new_figure, plain, png, spread_out, styled
 
-WIDE = 10
-"""Ratio of the largest to the smallest value from which on the axis is logarithmic."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MARKERS = "os^vDPX<>*"
 
 
 def picture(comparison: Comparison) -> bytes:
     """Return a PNG."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps a state for the whole process
+    with styled():
+        figure = new_figure()
+        _draw(figure, comparison)
+        return png(figure)
 
+
+def _draw(figure: "Figure", comparison: Comparison) -> None:
     measure = comparison.measure
     dense = getattr(comparison.dense, measure)
     rows = [row for row in comparison.ranking if math.isfinite(getattr(row, measure))]
     lines = len({row.asked for row in rows}) > 1
     settings = len({row.setting for row in rows})
-    figure = Figure(figsize=(8, 4.8 if lines else 1.4 + 0.42 * max(settings, 2)), dpi=144, layout="constrained")
+    figure.set_size_inches(8, 4.8 if lines else 1.4 + 0.42 * max(settings, 2))
     axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
     (_lines if lines else _bars)(axes, rows, dense, measure)
     values = [dense, *(getattr(row, measure) for row in rows)]
-    if min(values) > 0 and max(values) / min(values) > WIDE:
-        _logarithmic(axes.yaxis if lines else axes.xaxis, (axes.set_yscale if lines else axes.set_xscale))
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    spread_out(axes.yaxis if lines else axes.xaxis, axes.set_yscale if lines else axes.set_xscale, values)
 
 
 def _lines(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
@@ -41,16 +42,17 @@ def _lines(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
     own = {name: [row for row in rows if row.setting == name] for name in names}
     for i, name in enumerate(names):
         x, y = [row.asked for row in own[name]], [getattr(row, measure) for row in own[name]]
-        # Ten colours; after them the next marker, and dashes.
-        style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "linestyle": "-" if i < 10 else "--"}
-        axes.plot(x, y, label=_plain(name), linewidth=1.6, markersize=5, **style)
+        # After all colours the next markers, and dashes.
+        dashes = "-" if i < len(COLORS) else "--"
+        style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": dashes}
+        axes.plot(x, y, label=plain(name), linewidth=1.6, markersize=5, **style)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
     axes.set_xticks(sorted({row.asked for row in rows}))
     axes.set_xlabel("sparsity asked")
     axes.set_ylabel(f"{measure} (lower is better)")
     axes.grid(axis="y", which="both", color="0.9", linewidth=0.6)
     handles, labels = axes.get_legend_handles_labels()
-    ends = {_plain(name): (own[name][-1].asked, getattr(own[name][-1], measure)) for name in names}
+    ends = {plain(name): (own[name][-1].asked, getattr(own[name][-1], measure)) for name in names}
     ends[DENSE] = (-1.0, -1.0)
     order = sorted(range(len(labels)), key=lambda i: ends[labels[i]], reverse=True)
     axes.legend(
@@ -58,36 +60,20 @@ def _lines(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
         [labels[i] for i in order],
         loc="center left",
         bbox_to_anchor=(1.01, 0.5),
-        frameon=False,
-        fontsize=8,
+        fontsize=10,
     )
 
 
 def _bars(axes: Any, rows: Sequence[Row], dense: float, measure: str) -> None:
     """Draw a bar for every setting, the best on top, with its number."""
     values = [getattr(row, measure) for row in rows]
-    bars = axes.barh([_plain(row.setting) for row in rows], values, color="C0", alpha=0.7, height=0.65)
+    bars = axes.barh([plain(row.setting) for row in rows], values, color=KEPT, height=0.65)
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line of the dense model
-    axes.bar_label(bars, [f"{value:,.4g}" for value in values], padding=4, fontsize=8, bbox=behind)
+    axes.bar_label(bars, [f"{value:,.4g}" for value in values], padding=4, fontsize=10, bbox=behind)
     axes.invert_yaxis()
-    axes.axvline(dense, color="black", linestyle=":")
-    over = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 8}
+    axes.axvline(dense, color=REMOVED, linestyle=":", linewidth=2)
+    over = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 10}
     axes.text(dense, 1.01, f"{DENSE} {dense:,.4g}", **over)
     axes.margins(x=0.12)
     asked = f" at a sparsity of {rows[0].asked:.4g}" if rows else ""
     axes.set_xlabel(f"{measure}{asked} (lower is better)")
-
-
-def _plain(name: str) -> str:
-    """Return a name as matplotlib has to be given it to draw it as it is."""
-    # Two dollars would set in mathematics what is between them; what begins with "_" is left out of legends.
-    return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
-
-
-def _logarithmic(axis: Any, set_scale: Any) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    set_scale("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))  # a reader of 30 and 300 need not read powers of ten
-    axis.set_minor_formatter(NullFormatter())

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from optimum_prune.comparing.naming import DENSE
+from optimum_prune.config import without_paths
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import Evaluation, megabytes
-from optimum_prune.report import align, describe_data, public
+from optimum_prune.report import align, describe_data
 
 VERSION = 1
 NOTHING = "-"
@@ -144,9 +145,9 @@ class Comparison:
         return [["", *numbers.values()], *rows]
 
     def _remarks(self) -> list[str]:
-        lines = [f"measured on {describe_data(public(self.dense.data))}; {self.dense.machine}"]
+        lines = [f"measured on {describe_data(without_paths(self.dense.data))}; {self.dense.machine}"]
         if self.calibration is not None:
-            lines.append(f"calibration: {describe_data(public(self.calibration))}")
+            lines.append(f"calibration: {describe_data(without_paths(self.calibration))}")
         if any(row.scoring_seconds is None for row in self.rows):
             lines.append(f"scoring {NOTHING}: scoring and pruning take turns; the time of pruning is that of both.")
         notes: dict[str, dict[str, None]] = {}

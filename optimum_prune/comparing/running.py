@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.measurements import check_evaluation
+from optimum_prune.plots.style import check_installed
 from optimum_prune.selection import select
 from optimum_prune.structured import Targets
 
@@ -102,8 +102,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     """
     if not isinstance(directory, str | os.PathLike):
         raise checks.refuse("directory", "None or a path", directory)
-    if find_spec("matplotlib") is None:
-        raise InvalidConfig("Plots need the package 'matplotlib': pip install 'optimum-prune[plots]'.")
+    check_installed()
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:

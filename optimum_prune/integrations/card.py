@@ -13,17 +13,18 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_url, tr
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from optimum_prune import registry
-from optimum_prune.config import IN_MEMORY
+from optimum_prune.config import IN_MEMORY, without_paths
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
+from optimum_prune.measurements import Evaluation, comparison_rows, latest, megabytes
+from optimum_prune.recovery.report import RecoveryReport, describe_training
 from optimum_prune.report import (
     WEIGHT,
     PruningReport,
     describe_data,
     describe_gamma,
+    describe_induction,
     describe_selection,
     is_hub_id,
-    public,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,26 +50,33 @@ def model_card(
     architecture: str | None = None,
     reads_images: bool = False,
     file_bytes: int | None = None,
+    parameters: int | None = None,
+    adapter: bool = False,
+    pictures: Iterable[str] = (),
     card_data: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """Write the card of a pruned model. Where it was pruned before, the card tells of all cuts from the dense model on.
 
     Args:
         report: of the run.
-        evaluations: what was measured, by `"dense"` and `"pruned"`; sections without numbers are left out.
-        layout: as which the checkpoint is written: `"stock"` or `"compact"`.
+        evaluations: what was measured, by the words of `STAGES`; sections without numbers are left out.
+        layout: as which the checkpoint is written: `"stock"`, `"compact"` or `"padded"`.
         storage: how its weights are: `"dense"` or `"packed"`.
         architecture: class of the saved model, as which the card loads it; None for a causal language model.
         reads_images: whether a processor is saved along, not a tokenizer alone.
         file_bytes: size of the weight files.
+        parameters: of the model that loads, those of its padding too.
+        adapter: whether the adapter of a recovery is saved along.
+        pictures: paths of those that are saved along, relative to the card.
         card_data: metadata that is known otherwise, e.g. from `inherited_metadata`; lists are added to ours.
     """
     given = dict(card_data or {})
     cuts = [*report.previous, report.record()]
+    runs = _runs(cuts)
     base_model = given.get("base_model") or cuts[0].get("base_model")
     scorer = report.config["scorer"]
     name = f"{(base_model or report.model_type).split('/')[-1]}-{scorer}{_amount(report)}"
-    dense, pruned = evaluations.get("dense"), evaluations.get("pruned")
+    measured = latest(evaluations) if evaluations.keys() & {"pruned", "recovered"} else None
     calibration = _dataset(report.calibration["source"])[0] if report.calibration else None
     metadata = {
         "base_model": base_model,
@@ -78,7 +86,7 @@ def model_card(
         "tags": _merge(given.get("tags"), ["pruned", "optimum_prune", scorer, report.config["pattern"]]),
         "datasets": _merge(given.get("datasets"), [calibration] if calibration else []) or None,
     }
-    if results := _eval_results(pruned):
+    if results := _eval_results(measured):
         metadata |= {"model_name": name, "eval_results": results}
     return ModelCard.from_template(
         ModelCardData(**metadata),
@@ -89,27 +97,34 @@ def model_card(
         parameters_before=cuts[0]["achieved"]["parameters_before"],
         report=report,
         cut=len(cuts),
-        units=_unit_rows(report),
+        units=unit_rows(report),
         gamma=report.gamma and describe_gamma(report.gamma),
-        layers=_layer_rows(report),
+        layers=layer_rows(report),
         zeros=WEIGHT in report.units,
         n_of_m=report.config["pattern"].split(":") if ":" in report.config["pattern"] else None,
         spread=SPREAD.get(report.allocation),
-        calibration_data=report.calibration and describe_data(public(report.calibration)),
+        calibration_data=report.calibration and describe_data(without_paths(report.calibration)),
         selection=(found := (report.calibration or {}).get("selection")) and describe_selection(found),
         in_memory=bool(report.calibration) and report.calibration["source"].startswith(IN_MEMORY),
-        recipes=(recipes := _recipes(cuts)),
-        commands=_commands(base_model or "path/to/the/dense/model", list(recipes)),
+        induction=report.induction and describe_induction(report.induction),
+        recoveries=[_recovery(recovery) for recovery in report.recovery],
+        trained=any(recovery.kept for recovery in report.recovery),
+        controlled=any(recovery.control for recovery in report.recovery),
+        pictures=[(Path(picture).stem, picture) for picture in pictures],
+        recipes={name: text for name, (_, text) in runs.items()},
+        commands=_commands(base_model or "path/to/the/dense/model", {name: verb for name, (verb, _) in runs.items()}),
         reference=_reference(scorer),
         layout=layout,
+        padded_to=parameters if layout == "padded" else None,
         packed=storage == "packed",
         plugin=_plugin(layout, storage),
         model_class="AutoModelForCausalLM" if _is_causal(architecture) else architecture,
         reader="AutoProcessor" if reads_images else "AutoTokenizer",
+        adapter=adapter,
         file_size=None if file_bytes is None else megabytes(file_bytes),
-        pruned=pruned,
-        measured=pruned and _measured_rows(dense, pruned),
-        measured_data=pruned and describe_data(public(pruned.data)),
+        measured=measured,
+        measurements=comparison_rows(evaluations) if measured else None,
+        measured_data=measured and describe_data(without_paths(measured.data)),
     )
 
 
@@ -168,38 +183,56 @@ def _pipeline_tag(architecture: str | None) -> str | None:
     return "text-classification" if str(architecture).endswith("ForSequenceClassification") else None
 
 
-def _recipes(cuts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return file name -> recipe of every cut, in order."""
-    names = ["recipe.yaml"] if len(cuts) == 1 else [f"recipe-{number}.yaml" for number in range(1, len(cuts) + 1)]
-    texts = (yaml.safe_dump(cut["recipe"], sort_keys=False, allow_unicode=True).strip() for cut in cuts)
+def _recovery(recovery: RecoveryReport) -> dict[str, Any]:
+    """Return what the card says of a training: where, on what, and the losses before and after."""
+    rows = [("", "loss per token", "KL to the dense model")]
+    shown = [("before", recovery.before), ("with the adapter", recovery.after), ("merged", recovery.merged)]
+    if recovery.control is not None:
+        shown += [("dense model", recovery.control.before), ("dense model, trained alike", recovery.control.after)]
+    for label, losses in shown:
+        if losses is not None:
+            rows.append((label, f"{losses.lm:.4f}", "" if losses.kl is None else f"{losses.kl:.4f}"))
+    if recovery.before.kl is None:
+        rows = [row[:2] for row in rows]
+    return {"report": recovery, "losses": rows, "data": describe_training(without_paths(recovery.data))}
+
+
+def _runs(cuts: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return file name -> (command, recipe) of every pruning and every training, in order."""
+    runs = []
+    for cut in cuts:
+        runs.append(("run", cut["recipe"]))
+        runs += [("recover", recovery["config"]) for recovery in cut.get("recovery", [])]
+    names = ["recipe.yaml"] if len(runs) == 1 else [f"recipe-{number}.yaml" for number in range(1, len(runs) + 1)]
+    texts = [(verb, yaml.safe_dump(run, sort_keys=False, allow_unicode=True).strip()) for verb, run in runs]
     return dict(zip(names, texts, strict=True))
 
 
-def _commands(dense: str, recipes: Sequence[str]) -> list[str]:
-    """Return a command for every recipe; each prunes what the one before wrote."""
-    models = [dense, *(f"pruned-{number}" for number in range(1, len(recipes))), "pruned"]
+def _commands(dense: str, runs: Mapping[str, str]) -> list[str]:
+    """Return a command for every recipe; each goes on with what the one before wrote."""
+    models = [dense, *(f"pruned-{number}" for number in range(1, len(runs))), "pruned"]
     return [
-        f"optimum-cli prune run --model {model} --output {output} --recipe {recipe}"
-        for (model, output), recipe in zip(pairwise(models), recipes, strict=True)
+        f"optimum-cli prune {verb} --model {model} --output {output} --recipe {recipe}"
+        for (model, output), (recipe, verb) in zip(pairwise(models), runs.items(), strict=True)
     ]
 
 
-def _eval_results(pruned: Evaluation | None) -> list[EvalResult]:
-    if pruned is None:
+def _eval_results(measured: Evaluation | None) -> list[EvalResult]:
+    if measured is None:
         return []
-    dataset, config = _dataset(pruned.data["source"])
+    dataset, config = _dataset(measured.data["source"])
     metrics = {
-        "perplexity": ("Perplexity", pruned.perplexity),
-        "kl_divergence": ("KL(dense || pruned), nats per token", pruned.kl),
-        "exact_match": ("Answers of which every token is predicted right", pruned.exact_match),
+        "perplexity": ("Perplexity", measured.perplexity),
+        "kl_divergence": ("KL(dense || pruned), nats per token", measured.kl),
+        "exact_match": ("Answers of which every token is predicted right", measured.exact_match),
     }
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=dataset or "text",
-            dataset_name=public(pruned.data)["source"],
+            dataset_name=without_paths(measured.data)["source"],
             dataset_config=config,
-            dataset_args={key: value for key, value in pruned.data.items() if key != "source"},
+            dataset_args={key: value for key, value in measured.data.items() if key != "source"},
             metric_type=metric,
             metric_name=name,
             metric_value=value,
@@ -215,7 +248,8 @@ def _dataset(source: str) -> tuple[str | None, str | None]:
     return (path, config or None) if is_hub_id(path) else (None, None)
 
 
-def _unit_rows(report: PruningReport) -> list[list[str]]:
+def unit_rows(report: PruningReport) -> list[list[str]]:
+    """Return a heading, and a row for every kind of unit, with what was asked and achieved of it."""
     rows = [["", "asked", "achieved", "units kept"]]
     for stack, units in report.per_stack.items():
         for unit, total in units.items():
@@ -225,18 +259,13 @@ def _unit_rows(report: PruningReport) -> list[list[str]]:
     return [*rows, ["all", f"{report.asked:.1%}", f"{report.achieved:.1%}", ""]]
 
 
-def _measured_rows(dense: Evaluation | None, pruned: Evaluation) -> list[tuple[str, ...]]:
-    rows = [("", "dense", "pruned", "ratio"), *comparison_rows(dense, pruned)]
-    return rows if dense else [(label, value) for label, _, value, _ in rows]
-
-
 def _amount(report: PruningReport) -> str:
     """Return the end of a model's name: the percentage asked, or `-2:4`, which says it better."""
     pattern = report.config["pattern"]
     return f"-{pattern}" if ":" in pattern else f"{100 * report.asked:.0f}"
 
 
-def _layer_rows(report: PruningReport) -> list[list[str]]:
+def layer_rows(report: PruningReport) -> list[list[str]]:
     """Return a heading, and a row for every layer: its path, and how many units it kept, or how many are zero."""
     if WEIGHT in report.units:
         return [["layer", "zeros in the targeted weights"], *_zero_rows(report)]

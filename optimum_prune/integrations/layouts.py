@@ -1,40 +1,73 @@
-"""Write a pruned model so that it loads again: `stock` where plain transformers can say the result, else `compact`."""
+"""Write a pruned model so that it loads again.
+
+`stock` where plain transformers can say the result; else `compact`, which needs this package to load, or `padded`,
+which is larger.
+"""
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from optimum_prune.class_switch import offer, switched, switched_name
 from optimum_prune.configs import METHOD, block, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
 from optimum_prune.integrations.directories import replacing
 from optimum_prune.integrations.headers import check_all
+from optimum_prune.integrations.ordering import in_order
 from optimum_prune.integrations.packing import STORAGE, STORAGES, save_packed
-from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_stock
+from optimum_prune.integrations.padding import pad
+from optimum_prune.padded import is_padded
+from optimum_prune.recovery.adapter import FOLDER, is_adapter
+from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_padded, why_not_stock
 
 logger = logging.getLogger(__name__)
 
-LAYOUTS = ("auto", "stock", "compact")
+LAYOUTS = ("auto", "stock", "compact", "padded")
+PICTURES = "pruning_pictures"
+"""Folder of the pictures that the card shows."""
 CARD_MARK = "pruned with `optimum_prune`"
 """Words of the card's first sentence; a README without them is somebody's own."""
+_PADDED_AND_PACKED = "packed weights load with this package alone, and padding is for loading without it."
 _SHARD = r"(\.\w+)?(-\d{5}-of-\d{5})?"
-_STALE = re.compile(
+STALE = re.compile(
     rf"(model{_SHARD}\.safetensors|pytorch_model{_SHARD}\.bin)(\.index(\.\w+)?\.json)?|pruning_report\.json"
 )
+"""Names of the files that would speak of other weights, were they left of an older checkpoint."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """How weights were written: `layout` is `"stock"` or `"compact"`, `storage` is `"dense"` or `"packed"`."""
+    """How weights were written.
+
+    Attributes:
+        layout: `"stock"`, `"compact"` or `"padded"`.
+        storage: `"dense"` or `"packed"`.
+        weight_bytes: size of the weight files.
+        architecture: class that the config names.
+        parameters: of the model that loads, those of its padding too.
+    """
 
     layout: str
     storage: str
     weight_bytes: int
+    architecture: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is written: a model, or a skeleton that stands for it, with the weights where they are not its own."""
+
+    layout: str
+    model: PreTrainedModel
+    state: Mapping[str, Tensor] | None = None
 
 
 def save_checkpoint(
@@ -43,6 +76,7 @@ def save_checkpoint(
     *,
     layout: str = "auto",
     storage: str = "dense",
+    class_switch: bool = False,
     verify: bool = True,
     companions: Callable[[Path, Written], None] = lambda folder, written: None,
     **kwargs: Any,
@@ -52,10 +86,13 @@ def save_checkpoint(
     Args:
         model: its config is made truthful first.
         directory: an old checkpoint there is replaced in one step; other files there stay.
-        layout: `"auto"`, `"stock"` or `"compact"`. A result that the plain config can say is written as `stock` in any
-            case but an explicit refusal: there is nothing that compact would add.
+        layout: `"auto"`, `"stock"`, `"compact"` or `"padded"`. A result that the plain config can say is written as
+            `stock` in any case: there is nothing that the others would add. What was loaded from a padded checkpoint
+            is written as one, see `unpad_`.
         storage: `"dense"`, or `"packed"`: zeros take one bit each, and only this package reads it. Where nothing gets
             smaller by that, it is dense all the same, with a warning.
+        class_switch: where Llama's config refuses the number of heads, `"stock"` and `"auto"` may write the Mistral
+            that computes the same; `model` stays what it is.
         verify: compare what was written with the skeleton that its own config builds; a mismatch leaves nothing behind.
         companions: writes what goes along (tokenizer, report, card) into the folder.
         kwargs: for transformers' `save_pretrained`, e.g. `max_shard_size`.
@@ -64,44 +101,146 @@ def save_checkpoint(
         The layout written.
 
     Raises:
-        InvalidConfig: an unknown layout or storage, or `stock` for what no plain config can say.
+        InvalidConfig: an unknown layout or storage, or one that cannot hold this model.
         CheckpointError: it cannot be written there, or would not load again.
+    """
+    check_choice(layout, storage)
+    form = _form(model, layout, class_switch, kwargs.pop("state_dict", None))
+    if form.layout == "padded":
+        check_padding(model, storage)
+    if record := getattr(form.model.config, "pruning_config", None):
+        record["layout"] = form.layout
+    with replacing(Path(directory), stale=_is_stale) as folder:
+        try:
+            storage = _write(form, folder, storage, **kwargs)
+            if verify:
+                verify_checkpoint(type(form.model), folder)
+            companions(folder, _written(form, folder, storage))
+        except PruningError:
+            raise
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"Saving to {directory} failed, and nothing was changed there: {error}") from error
+    return form.layout
+
+
+def check_choice(layout: str, storage: str = "dense") -> None:
+    """Refuse what is no layout or no storage, and what is both but not together.
+
+    Raises:
+        InvalidConfig: with the choices.
     """
     if layout not in LAYOUTS:
         raise InvalidConfig(unknown("layout", layout, LAYOUTS))
     if storage not in STORAGES:
         raise InvalidConfig(unknown("storage", storage, STORAGES))
-    written = describe_(model)
-    if record := getattr(model.config, "pruning_config", None):
-        record["layout"] = written
-    if layout == "stock" and written != "stock":
+    if layout == "padded" and storage == "packed":
         raise InvalidConfig(
-            f"layout='stock' is not possible: {why_not_stock(model)}. Use layout='compact', or prune to what the "
-            "class can say; Pruner.plan() tells (equal sizes in every layer, and a number of heads that it takes)."
+            f"layout='padded' does not go with storage='packed': {_PADDED_AND_PACKED} Use layout='compact', or "
+            "storage='dense'."
         )
-    with replacing(Path(directory), stale=_is_stale) as folder:
+
+
+def check_padding(model: PreTrainedModel, storage: str) -> None:
+    """Refuse to pack what was loaded from a padded checkpoint.
+
+    Raises:
+        InvalidConfig: with what would do.
+    """
+    if storage == "packed" and is_padded(model):
+        raise InvalidConfig(
+            f"The weights are padded, and cannot be packed too: {_PADDED_AND_PACKED} Cut the padding first, by "
+            "Pruner.unpad() or `optimum-cli prune convert DIR --output OTHER --layout compact`."
+        )
+
+
+def check_layout(model: PreTrainedModel, layout: str, class_switch: bool = False) -> None:
+    """Refuse a layout that cannot hold what has the sizes and biases of a model, before hours of work and not after.
+
+    Args:
+        model: a skeleton will do.
+        layout: as for `save_checkpoint`.
+        class_switch: likewise.
+
+    Raises:
+        InvalidConfig: with the reason, and what would do.
+    """
+    if layout == "stock":
+        check_stock(model, class_switch)
+    if layout == "padded" and why_not_stock(model) is not None and (reason := why_not_padded(model)) is not None:
+        raise InvalidConfig(f"layout='padded' is not possible: {reason}. Use layout='compact'.")
+
+
+def check_stock(model: PreTrainedModel, class_switch: bool = False) -> None:
+    """Refuse the layout `"stock"` for what no plain config can say.
+
+    Args:
+        model: a skeleton will do.
+        class_switch: whether the plain config may be that of another class.
+
+    Raises:
+        InvalidConfig: with the reason, and what would do.
+    """
+    reason, other = why_not_stock(model), switched_name(model)
+    if reason is not None and not (class_switch and other):
+        padded = "" if why_not_padded(model) else "layout='padded', "
+        raise InvalidConfig(
+            f"layout='stock' is not possible: {reason}. Use {offer(other)}layout='compact', {padded}or prune "
+            "to what the class can say; Pruner.plan() tells (equal sizes in every layer, and a number of heads that "
+            "it takes)."
+        )
+
+
+def _form(model: PreTrainedModel, layout: str, class_switch: bool, state: Mapping[str, Tensor] | None) -> _Form:
+    """Choose what is written.
+
+    Raises:
+        InvalidConfig: the layout cannot hold the model.
+    """
+    if describe_(model) == "stock":
+        return _Form("padded" if is_padded(model) else "stock", model, state)
+    if class_switch and layout in ("auto", "stock"):
         try:
-            if storage == "packed" and not save_packed(model, folder, written, **kwargs):
-                logger.warning("No linear has enough zeros to get smaller by packing, so the weights are saved dense.")
-                storage = "dense"
-            if storage == "dense":
-                model.save_pretrained(folder, **kwargs)
-            if verify:
-                verify_checkpoint(type(model), folder)
-            weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-            companions(folder, Written(written, storage, weight_bytes))
-        except PruningError:
-            raise
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"Saving to {directory} failed, and nothing was changed there: {error}") from error
-    return written
+            return _stand_in("stock", model, switched(model), state or model.state_dict())
+        except InvalidConfig as error:
+            logger.warning("class_switch=True changes nothing: %s.", error)
+    if layout == "stock":
+        check_stock(model)
+    return _stand_in("padded", model, *pad(model, state)) if layout == "padded" else _Form("compact", model, state)
+
+
+def _stand_in(layout: str, model: PreTrainedModel, skeleton: PreTrainedModel, state: Mapping[str, Tensor]) -> _Form:
+    """Make a skeleton write what `model` would write beside the weights."""
+    skeleton.to(dtype=model.dtype)  # pyright: ignore[reportCallIssue]
+    if model.can_generate():
+        skeleton.generation_config = model.generation_config
+    return _Form(layout, skeleton, state)
+
+
+def _write(form: _Form, folder: Path, storage: str, **kwargs: Any) -> str:
+    """Write config and weights; return the storage."""
+    kwargs["state_dict"] = in_order(form.model.state_dict() if form.state is None else form.state)
+    if storage == "packed" and save_packed(form.model, folder, form.layout, **kwargs):
+        return storage
+    if storage == "packed":
+        logger.warning("No linear has enough zeros to get smaller by packing, so the weights are saved dense.")
+    form.model.save_pretrained(folder, **kwargs)
+    return "dense"
+
+
+def _written(form: _Form, folder: Path, storage: str) -> Written:
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return Written(form.layout, storage, weight_bytes, type(form.model).__name__, form.model.num_parameters())
 
 
 def _is_stale(path: Path) -> bool:
     """Tell what of an old checkpoint would speak of other weights; files that transformers never reads stay."""
     if path.name == "README.md":
         return path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")
-    return bool(_STALE.fullmatch(path.name))
+    if path.name == FOLDER:
+        return is_adapter(path)
+    if path.name == PICTURES:
+        return path.is_dir()
+    return bool(STALE.fullmatch(path.name))
 
 
 def verify_checkpoint(model_class: type[PreTrainedModel], folder: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from optimum_prune import registry
 from optimum_prune.binding import adapter_for
 from optimum_prune.configs import METHOD, block, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
+from optimum_prune.fetching import HUB_KWARGS
 from optimum_prune.integrations.quantizer import CheckpointConfig, PruningQuantizer
 from optimum_prune.measurements import Evaluation
 from optimum_prune.report import PruningReport
@@ -23,7 +24,7 @@ from optimum_prune.report import PruningReport
 logger = logging.getLogger(__name__)
 
 REPORT = "pruning_report.json"
-SHARED_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "gguf_file", "subfolder", "force_download"}
+SHARED_KWARGS = {*HUB_KWARGS, "gguf_file"}
 """Keywords of `from_pretrained` that say where the files are, and so hold for config and tokenizer too."""
 
 
@@ -138,21 +139,10 @@ def loading(name_or_path: str | Path) -> Iterator[None]:
         raise CheckpointError(f"{name_or_path} cannot be loaded{where}: {reason}") from error
 
 
-def write_report(folder: Path, report: PruningReport, evaluations: dict[str, Evaluation]) -> None:
+def write_report(folder: Path, report: PruningReport, evaluations: Mapping[str, Evaluation]) -> None:
     """Write the report and what was measured beside the weights."""
     measured = {name: evaluation.to_dict() for name, evaluation in evaluations.items()}
     report.save(folder / REPORT, evaluations=measured)
-
-
-def read_report(folder: Path, record: dict[str, Any]) -> tuple[PruningReport | None, dict[str, Evaluation]]:
-    """Read the report of a checkpoint, if it is there and speaks of the pruning that `config.json` records."""
-    try:
-        data = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        report = PruningReport.from_dict(data)
-        evaluations = {name: Evaluation.from_dict(values) for name, values in data["evaluations"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, {}
-    return (report, evaluations) if same_record(report, record) else (None, {})
 
 
 def same_record(report: PruningReport, record: dict[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from transformers.utils import logging
 from optimum_prune.binding import named_linears
 from optimum_prune.configs import COMPACT
 from optimum_prune.errors import CheckpointError, UnsupportedModel
+from optimum_prune.integrations.ordering import in_order
 
 STORAGES = ("dense", "packed")
 STORAGE = "storage"
@@ -104,7 +105,7 @@ def save_packed(model: PreTrainedModel, folder: Path, layout: str, **kwargs: Any
     packed = [name for name in names if _pack_(state, f"{name}.weight")]
     if packed:
         with _said_to_be_packed(model.config, layout):
-            model.save_pretrained(folder, state_dict=state, **kwargs)
+            model.save_pretrained(folder, state_dict=in_order(state), **kwargs)
     return bool(packed)
 
 

@@ -1,7 +1,8 @@
-"""Hooks into transformers' loading: a checkpoint calls the plugin, which shrinks the skeleton and unpacks weights."""
+"""Hooks into transformers' loading, called by a checkpoint (sizes, packed weights) or by a user (pruning)."""
 
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,8 +14,9 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from optimum_prune.config import PruningConfig
 from optimum_prune.configs import COMPACT, METHOD, PER_LAYER, forget_quantizer_
-from optimum_prune.errors import CheckpointError, InvalidConfig
+from optimum_prune.errors import CheckpointError
 from optimum_prune.integrations import packing
 from optimum_prune.integrations.headers import check_model
 from optimum_prune.integrations.packing import STORAGE, STORAGES
@@ -34,24 +36,27 @@ class CheckpointConfig(QuantizationConfigMixin):
 
 
 class PruningQuantizer(HfQuantizer):
-    """Shrinks the skeleton to the checkpoint's sizes before weights are loaded, and leaves an ordinary model."""
+    """Shrinks the skeleton to the checkpoint's sizes before weights are loaded, and leaves an ordinary model.
+
+    Where a user calls it with a `PruningConfig`, it prunes after the weights are loaded.
+    """
 
     # True would refuse checkpoints that are not pruned yet, before any hook of ours runs.
     requires_calibration = False
     is_trainable = property(lambda self: True)  # pyright: ignore
     is_compileable = property(lambda self: True)  # pyright: ignore
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what this version cannot do."""
+    def __init__(self, quantization_config: Any, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
-            raise InvalidConfig(
-                "Pruning while loading is not available in this version. Load the model first: "
-                "Pruner.from_pretrained(name).prune(config)."
-            )
+            self.quantization_config: Any = as_config(quantization_config)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
+        if not self.pre_quantized:
+            _at_load().check_before(model, self.quantization_config, checkpoint_files or ())
+            return model
         self._check_version()
         resize_(model)
         if checkpoint_files:
@@ -85,11 +90,33 @@ class PruningQuantizer(HfQuantizer):
         forget_quantizer_(model)
         if self._is_packed:
             packing.finish_(model)
+        if not self.pre_quantized:
+            delattr(model.config, "quantization_config")
+            _at_load().prune_loaded_(model, self.quantization_config)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """What was loaded is written by plain `save_pretrained`: compact, and dense."""
         return True
+
+
+def _at_load() -> ModuleType:
+    # Here, since it loads what else belongs to a model, and loading needs this file.
+    from optimum_prune.integrations import at_load
+
+    return at_load
+
+
+def as_config(given: PruningConfig | CheckpointConfig) -> PruningConfig:
+    """Return the config by which a user prunes while loading: as given, or from the dict that became a block.
+
+    Raises:
+        InvalidConfig: the dict holds no such config.
+    """
+    if isinstance(given, PruningConfig):
+        return given
+    filled_in = COMPACT.keys() - {"version"}  # a config has a version too
+    return PruningConfig.from_dict({name: value for name, value in vars(given).items() if name not in filled_in})
 
 
 def register() -> None:

@@ -1,8 +1,8 @@
 """Which layout a run will be able to write: the model's class is asked before the run, with skeletons."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,8 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from optimum_prune.biases import add_, complete_
 from optimum_prune.binding import adapter_for, bind, stacks
-from optimum_prune.sizes import measure, why_not_stock
+from optimum_prune.class_switch import switched_name
+from optimum_prune.sizes import measure, why_not_padded, why_not_stock
 from optimum_prune.structured import Pool
 from optimum_prune.surgery import drop_, slice_
 
@@ -25,11 +27,15 @@ class Forecast:
         reason: why it is not `"stock"`; None where it is.
         stock_heads: path of a stack -> counts of its `kv_group`s with which the result would be `"stock"`, if all
             targeted layers kept as many and nothing else were cut; only stacks of which attention is targeted.
+        class_switch: class as which `class_switch` makes it `"stock"` after all; None where that does not help.
+        not_padded: why it cannot be `"padded"`, or may not; None where it can.
     """
 
     layout: Literal["stock", "compact", "undecided"]
     reason: str | None
     stock_heads: dict[str, list[int]]
+    class_switch: str | None = None
+    not_padded: str | None = None
 
 
 def forecast(model: PreTrainedModel, pools: Sequence[Pool]) -> Forecast:
@@ -39,6 +45,10 @@ def forecast(model: PreTrainedModel, pools: Sequence[Pool]) -> Forecast:
         model: left as it was; a skeleton will do.
         pools: of the run.
     """
+    return replace(_forecast(model, pools), not_padded=why_not_padded(model))
+
+
+def _forecast(model: PreTrainedModel, pools: Sequence[Pool]) -> Forecast:
     stock_heads = _stock_heads(model, [pool for pool in pools if pool.unit == "kv_group"])
     kept = {name: count for pool in pools for name, count in pool.kept.items()}
     if all(count.exact for count in kept.values()):
@@ -57,8 +67,23 @@ def forecast(model: PreTrainedModel, pools: Sequence[Pool]) -> Forecast:
 
 def ask(skeleton: PreTrainedModel, stock_heads: Mapping[str, list[int]] | None = None) -> Forecast:
     """Ask the class of a skeleton, cut as the run will cut, whether a plain config can describe it."""
-    reason = _why_not(skeleton)
-    return Forecast("stock" if reason is None else "compact", reason, dict(stock_heads or {}))
+    reason = why_not_stock(skeleton)
+    other = None if reason is None else switched_name(skeleton)
+    layout = "stock" if reason is None else "compact"
+    return Forecast(layout, reason, dict(stock_heads or {}), other, why_not_padded(skeleton))
+
+
+def ask_with_biases(skeleton: PreTrainedModel, names: Iterable[str]) -> Forecast:
+    """Ask as `ask` does, of a run that may create biases; with all that it may create, the skeleton is left."""
+    without = ask(skeleton)
+    for name in names:
+        add_(skeleton.get_submodule(name))  # pyright: ignore[reportArgumentType]
+    complete_(skeleton)
+    biased = ask(skeleton)
+    if without.layout == biased.layout:
+        return biased
+    reason = f"biases are created where they help, and then {biased.reason}"
+    return Forecast("undecided", reason, {}, not_padded=reason)
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -71,11 +96,6 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     # Of an offloaded module, the hook holds the weights.
     bare |= {id(hook): hook for module in model.modules() if (hook := getattr(module, "_hf_hook", None)) is not None}
     return copy.deepcopy(model, bare)
-
-
-def _why_not(skeleton: PreTrainedModel) -> str | None:
-    reason = why_not_stock(skeleton)
-    return reason and reason.strip().removeprefix("ValueError: ").rstrip(".")  # the exception's name says nothing
 
 
 def _stock_heads(model: PreTrainedModel, pools: Sequence[Pool]) -> dict[str, list[int]]:
@@ -91,7 +111,7 @@ def _stock_heads(model: PreTrainedModel, pools: Sequence[Pool]) -> dict[str, lis
         candidates = sorted((count for count in counts if left_alone <= {count}), reverse=True)
         for count in tqdm(candidates, desc=f"Asking {type(model).__name__}", unit="head count", delay=2):
             _cut(skeleton, dict.fromkeys(names, count))  # pyright: ignore[reportArgumentType]
-            if _why_not(skeleton) is None:
+            if why_not_stock(skeleton) is None:
                 stock.insert(0, count)
         found |= {pool.stack: stock for pool in members}
     return found

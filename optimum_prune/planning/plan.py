@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from optimum_prune.bounds import Range
+from optimum_prune.class_switch import offer
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.planning.layout import Forecast
 from optimum_prune.planning.table import table
@@ -99,13 +100,22 @@ class Plan:
         """Whether all that `after` says is known before the scores."""
         return all(cost.exact for cost in self.after.values())
 
-    def check_layout(self, layout: str) -> None:
+    def check_layout(self, layout: str, class_switch: bool = False) -> None:
         """Refuse a layout that the result cannot be saved in, or may not.
+
+        Args:
+            layout: as for `Pruner.save_pretrained`.
+            class_switch: likewise.
 
         Raises:
             InvalidConfig: with the reason, and what would do.
         """
-        if layout != "stock" or self.layout.layout == "stock":
+        if layout == "padded" and self.layout.not_padded and self.layout.layout != "stock":
+            raise InvalidConfig(
+                f"layout='padded' cannot be promised: {self.layout.not_padded}, and zeros do not stand for that. Use "
+                "layout='compact'."
+            )
+        if layout != "stock" or self.layout.layout == "stock" or (class_switch and self.layout.class_switch):
             return
         if self.config["pattern"] == "layers":
             advice = "drop whole blocks (units=['layer'])"
@@ -113,9 +123,10 @@ class Plan:
             heads = {f"{counts} of {stack}" for stack, counts in self.layout.stock_heads.items()}
             takes = f"; the class takes kv_groups {', '.join(sorted(heads))}" if heads else ""
             advice = f"prune to equal sizes that the class takes (allocation='uniform'{takes})"
+        padded = "" if self.layout.not_padded else "layout='padded', "
         raise InvalidConfig(
             f"layout='stock' is not {'possible' if self.layout.layout == 'compact' else 'certain'}: "
-            f"{self.layout.reason}. Use layout='compact', or {advice}."
+            f"{self.layout.reason}. Use {offer(self.layout.class_switch)}layout='compact', {padded}or {advice}."
         )
 
     def to_dict(self) -> dict[str, Any]:

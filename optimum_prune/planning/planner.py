@@ -13,6 +13,7 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets
+from optimum_prune.padded import check_unpadded, says_padded
 from optimum_prune.pipeline import FIND_TARGETS, TOLERANCE, difference, image_stack, load_scorer, needs_data
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
@@ -23,6 +24,10 @@ from optimum_prune.planning.zeros import zeros_outlook
 from optimum_prune.structured import Targets
 
 NONE = Range(0, 0)
+PADDED = (
+    "The checkpoint is padded: what is counted here has its padding in it, and the run will ask for a model without it "
+    "(optimum-cli prune convert)."
+)
 
 
 def make_plan(
@@ -55,6 +60,7 @@ def make_plan(
     targets = FIND_TARGETS[config.kind](model, config, scorer)
     if not skeleton:
         targets.check(model)
+        check_unpadded(model)
     if needs_data(config, scorer):
         check_calibration(
             config.calibration,
@@ -68,7 +74,7 @@ def make_plan(
     if isinstance(targets, DepthTargets):
         outlook = depth_outlook(model, targets, config, scorer)
     elif isinstance(targets, MaskTargets):
-        outlook = zeros_outlook(model, targets)
+        outlook = zeros_outlook(model, targets, config.induction)
     else:
         outlook = width_outlook(model, targets, devices)
     cut = targets.groups if isinstance(targets, Targets) else []
@@ -91,6 +97,7 @@ def make_plan(
         warnings=[
             *_differences(outlook.totals, config.kind),
             *outlook.warnings,
+            *([PADDED] if skeleton and says_padded(model) else []),
             *_undivided(model, {group.name for group in cut}, devices),
         ],
     )

@@ -113,6 +113,8 @@ def _change(before: int, after: Range) -> str:
 def _layout(plan: Plan) -> list[str]:
     forecast = plan.layout
     lines = [f"layout: {forecast.layout}" + (f" ({forecast.reason})" if forecast.reason else "")]
+    if forecast.class_switch:
+        lines.append(f"layout with class_switch: stock, as {forecast.class_switch}, which computes the same")
     alike: dict[str, list[str]] = {}
     for stack, counts in forecast.stock_heads.items():
         alike.setdefault(compressed(counts), []).append(stack)

@@ -5,24 +5,39 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from optimum_prune.bounds import Range
+from optimum_prune.config import InductionConfig
 from optimum_prune.depth import generation_warnings
 from optimum_prune.masking import UNIT, MaskTargets, Target
 from optimum_prune.masks import removed_of
-from optimum_prune.planning.layout import ask, skeleton_of
+from optimum_prune.planning.costs import model_costs
+from optimum_prune.planning.layout import Forecast, ask, ask_with_biases, skeleton_of
 from optimum_prune.planning.outlook import Outlook
 from optimum_prune.planning.plan import PlannedGroup, PlannedTotal
 
 
-def zeros_outlook(model: PreTrainedModel, targets: MaskTargets) -> Outlook:
-    """Plan a run of pattern `"unstructured"` or n:m, after which every tensor has the shape it had; see `Outlook`."""
+def zeros_outlook(model: PreTrainedModel, targets: MaskTargets, induction: InductionConfig | None) -> Outlook:
+    """Plan a run of pattern `"unstructured"` or n:m, after which every weight has the shape it had; see `Outlook`."""
+    layout, created = _biases(model, targets, induction)
     removed = _removed(targets, [[target] for target in targets.targets])
     return Outlook(
         groups=[_group(target, gone) for target, gone in zip(targets.targets, removed, strict=True)],
         totals=_totals(targets),
-        removed=[],
-        layout=ask(skeleton_of(model)),
+        removed=created,
+        layout=layout,
         warnings=[*_zeros_before(model), *generation_warnings(model)],
     )
+
+
+def _biases(
+    model: PreTrainedModel, targets: MaskTargets, induction: InductionConfig | None
+) -> tuple[Forecast, list[dict[str, Range]]]:
+    """Forecast the layout, and what biases add that the run may create: it removes less than nothing."""
+    skeleton = skeleton_of(model)
+    if induction is None or not induction.allow_bias:
+        return ask(skeleton), []
+    layout = ask_with_biases(skeleton, [target.name for target in targets.targets if target.sparsity > 0])
+    before, after = model_costs(model), model_costs(skeleton)
+    return layout, [{name: Range(before[name] - after[name], 0) for name in before}]
 
 
 def _removed(targets: MaskTargets, parts: Sequence[Sequence[Target]]) -> list[Range]:

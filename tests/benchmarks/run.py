@@ -6,7 +6,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installed
 
-BENCHMARKS = ("slicing", "gradients", "structured", "channels", "selection", "lab", "packing", "masks", "induction")
+BENCHMARKS = (
+    "slicing",
+    "gradients",
+    "structured",
+    "channels",
+    "selection",
+    "lab",
+    "packing",
+    "masks",
+    "induction",
+    "recovery",
+    "hub",
+)
 
 if __name__ == "__main__":
     names = sys.argv[1:] or BENCHMARKS

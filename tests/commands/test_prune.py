@@ -112,7 +112,8 @@ def test_command_is_installed_as_it_is_written():
         ("--sparsty 0.2", "unrecognized arguments: --sparsty 0.2. Did you mean --sparsity?"),
         ("--sparsty=0.2", "unrecognized arguments: --sparsty=0.2. Did you mean --sparsity?"),
         ("--spars 0.2", "unrecognized arguments: --spars 0.2."),  # no abbreviations
-        ("--sparsity 0.2 --layout padded", "argument --layout: invalid choice: 'padded'"),
+        ("--sparsity 0.2 --layout pad", "argument --layout: invalid choice: 'pad'"),
+        ("--sparsity 0.2 --layout padded --storage packed", "layout='padded' does not go with storage='packed': "),
         ("--sparsity 0.2 --evaluate no.txt", "Calibration source 'no.txt' does not exist."),
         (
             "--sparsity 0.2 --evaluate-num-samples 3 --evaluate-seq-len 9",
@@ -188,6 +189,7 @@ def test_stock_layout_that_the_class_refuses_is_refused_early(refused):
     given = "--sparsity 0.3 --scorer magnitude --allocation uniform --layout"
     message = refused(*given.split(), "stock")
     assert "The hidden size (32) is not a multiple of the number of attention heads (6)." in message
+    assert "class_switch=True (it is saved as MistralForCausalLM" in message
 
 
 def test_evaluation_needs_its_package(refused, monkeypatch):

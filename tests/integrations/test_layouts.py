@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
 from optimum_prune.binding import bind
@@ -158,11 +158,13 @@ def test_saving_again_writes_the_same_bytes(compact, name, tmp_path):
     assert again == first or re.sub(r'    "dtype": "float32",\n', "", again) == first
 
 
-def test_saving_again_with_the_package_writes_the_same_bytes(compact, tmp_path):
-    folder = compact[0] / "llama-gqa"
-    save_checkpoint(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "again")
-    for file in ("config.json", "model.safetensors"):
-        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "6KB"}])
+@pytest.mark.parametrize("cut", [unevenly, uniformly])
+def test_saving_again_with_the_package_writes_the_same_bytes(cut, shards, tmp_path):
+    save_checkpoint(cut(llama()), tmp_path / "first", **shards)
+    save_checkpoint(AutoModelForCausalLM.from_pretrained(tmp_path / "first"), tmp_path / "again", **shards)
+    first, again = (contents(tmp_path / name) for name in ("first", "again"))
+    assert first == again and len(first) > (10 if shards else 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -264,120 +266,6 @@ def test_stock_is_refused_with_the_reason_of_the_class(tmp_path):
 @pytest.mark.parametrize("layout", ["auto", "stock", "compact"])
 def test_uniform_widths_are_stock_whatever_is_asked(layout, tmp_path):
     assert save_checkpoint(uniformly(llama()), tmp_path / "it", layout=layout) == "stock"
-
-
-# Verification. Saving is made to write what the model is not.
-
-
-def rewrite_weights(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def rewrite_config(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-UP = "model.layers.1.mlp.up_proj.weight"
-WRONG = {
-    "tensor missing": (
-        rewrite_weights,
-        lambda tensors: tensors.pop(UP),
-        f"{UP} is [39, 32], but in the checkpoint it is absent",
-    ),
-    "tensor too many": (
-        rewrite_weights,
-        lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": torch.zeros(39)}),
-        "model.layers.1.mlp.up_proj.bias is absent, but in the checkpoint it is [39]",
-    ),
-    "wrong shape": (
-        rewrite_weights,
-        lambda tensors: tensors.update({UP: torch.zeros(40, 32)}),
-        f"{UP} is [39, 32], but in the checkpoint it is [40, 32] (1 of ",
-    ),
-    "other width in the config": (
-        rewrite_config,
-        lambda config: config["per_layer_config"]["1"].update(intermediate_size=38),
-        "model.layers.1.mlp.down_proj.weight is [32, 38], but in the checkpoint it is [32, 39] (3 of ",
-    ),
-    "wider than the config's widest": (
-        rewrite_config,
-        lambda config: config["per_layer_config"]["1"].update(intermediate_size=60),
-        "model.layers.1.mlp {'intermediate_size': 60}",
-    ),
-    "layer missing in the config": (
-        rewrite_config,
-        lambda config: (config.update(num_hidden_layers=2), config["per_layer_config"].pop("2")),
-        "model.layers.2.input_layernorm.weight is absent, but in the checkpoint it is [32]",
-    ),
-    "layer too many in the config": (
-        rewrite_config,
-        lambda config: config.update(num_hidden_layers=4),
-        "model.layers.3.input_layernorm.weight is [32], but in the checkpoint it is absent",
-    ),
-    "config of no model": (
-        rewrite_config,
-        lambda config: config.update(hidden_act="no_such"),
-        "The config as written builds no LlamaForCausalLM: ",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_verification_fails_at_save_and_names_the_tensor(wrong, tmp_path, monkeypatch):
-    rewrite, change, message = WRONG[wrong]
-    target, model = tmp_path / "it", unevenly(llama())
-    save_checkpoint(model, target)
-    before = contents(target)
-    save = LlamaForCausalLM.save_pretrained
-
-    def save_wrongly(self, folder, **kwargs):
-        save(self, folder, **kwargs)
-        rewrite(folder, change)
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_wrongly)
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        save_checkpoint(unevenly(llama(seed=1)), target)
-    assert contents(target) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["it"]
-    # The oracle: the same checkpoint, written all the same, does not load on the meta device.
-    assert save_checkpoint(model, tmp_path / "wrong", verify=False) == "compact"
-    assert not loads(tmp_path / "wrong")
-
-
-@pytest.mark.parametrize("width", [39, 41])
-def test_verification_of_stock(width, tmp_path, monkeypatch):
-    save = LlamaForCausalLM.save_pretrained
-
-    def save_wrongly(self, folder, **kwargs):
-        save(self, folder, **kwargs)
-        rewrite_config(folder, lambda config: config.update(intermediate_size=width))
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_wrongly)
-    message = f"model.layers.0.mlp.down_proj.weight is [32, {width}], but in the checkpoint it is [32, 40] (9 of "
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        save_checkpoint(uniformly(llama()), tmp_path / "it")
-    assert not any(tmp_path.iterdir())
-    save_checkpoint(uniformly(llama()), tmp_path / "wrong", verify=False)
-    assert not loads(tmp_path / "wrong")
-
-
-def test_a_tie_that_the_config_does_not_know_is_found(tmp_path):
-    model = unevenly(llama())
-    model.lm_head.weight = model.get_input_embeddings().weight
-    with pytest.raises(CheckpointError, match=r"lm_head.weight is \[96, 32\], but in the checkpoint it is absent"):
-        save_checkpoint(model, tmp_path / "it")
-
-
-def loads(folder):
-    """Whether transformers' own code finds a place for every tensor and a tensor for every place."""
-    try:
-        return load(folder, device_map="meta")[1] == {}
-    except Exception:
-        return False
 
 
 def contents(folder):
@@ -503,8 +391,9 @@ from tests.pruned import unevenly
 root = Path(sys.argv[1])
 
 def save(which):
-    # Shards of different sizes, so that a mixture of both would be noticed.
-    layouts.save_checkpoint(unevenly(llama(seed=which)), root / "it", max_shard_size=("30KB", "120KB")[which])
+    # Different layouts, and shards of different sizes, so that a mixture of both would be noticed.
+    options = {"layout": ("compact", "padded")[which], "max_shard_size": ("30KB", "120KB")[which]}
+    layouts.save_checkpoint(unevenly(llama(seed=which)), root / "it", **options)
 
 def child(*saves):
     # This process itself never saves: it must have no threads when it forks.
@@ -546,7 +435,7 @@ for (module, name), function in replaced.items():
     setattr(module, name, original)
 
 generator = random.Random(0)
-for _ in range(12):
+for _ in range(20):
     process = child(*[1, 0] * 100)
     time.sleep(generator.uniform(0, 2 * duration))
     os.kill(process, signal.SIGKILL)
@@ -566,7 +455,7 @@ def test_killed_at_any_moment_leaves_the_old_or_the_new(tmp_path):
         model, complaints = load(tmp_path / str(moment))
         assert complaints == {}
         logits = outputs(model)["logits"]
-        states.append(next(i for i, of in enumerate(whole) if torch.equal(logits, of)))
+        states.append(next(i for i, of in enumerate(whole) if (logits - of).abs().max() < 1e-5))
     # Killed three times before the exchange, and once between it and the removal of the old.
     assert states[:4] == [0, 0, 0, 1]
     # Each killed process leaves at most its own half, and the next save removes it.

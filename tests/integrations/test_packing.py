@@ -197,7 +197,7 @@ def test_dense_is_the_default(tmp_path):
 
 def test_shards(tmp_path):
     model = holes(unevenly(llama()))
-    save_checkpoint(model, tmp_path / "it", storage="packed", max_shard_size="4KB")
+    save_checkpoint(model, tmp_path / "it", storage="packed", max_shard_size="2KB")
     weights = json.loads((tmp_path / "it" / "model.safetensors.index.json").read_text())["weight_map"]
     parted = [name for name in weights if weights.get(name + BITMAP, weights[name]) != weights[name]]
     assert parted  # numbers and bitmap of a weight may lie in two files

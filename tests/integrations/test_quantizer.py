@@ -24,7 +24,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from optimum_prune.config import PruningConfig
 from optimum_prune.configs import METHOD
-from optimum_prune.errors import CheckpointError, InvalidConfig
+from optimum_prune.errors import CheckpointError
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.quantizer import CheckpointConfig, PruningQuantizer, register
 from optimum_prune.pipeline import prune
@@ -32,7 +32,7 @@ from optimum_prune.sizes import measure
 from tests.models import llama, tokens
 from tests.outputs import left_padded, load, outputs
 from tests.processes import answer
-from tests.pruned import unevenly, uniformly
+from tests.pruned import unevenly
 from tests.words import tokenizer
 
 
@@ -372,18 +372,6 @@ def test_another_config_for_a_compact_checkpoint(config, compact):
     message = f"quantized with CheckpointConfig but you are passing a {type(config).__name__} config"
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(compact, quantization_config=config)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [PruningConfig(sparsity=0.2), {"quant_method": METHOD, "sparsity": 0.2}],
-    ids=lambda config: type(config).__name__,
-)
-def test_pruning_while_loading(config, tmp_path):
-    save_checkpoint(uniformly(llama()), tmp_path / "it")
-    message = r"Pruning while loading is not available.*Pruner\.from_pretrained\(name\)\.prune\(config\)"
-    with pytest.raises(InvalidConfig, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "it", quantization_config=config)
 
 
 def test_block_of_a_newer_version(compact, expected, tmp_path):

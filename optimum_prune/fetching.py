@@ -1,0 +1,105 @@
+"""One file of a checkpoint, from a folder or from the Hub: only that file is downloaded."""
+
+import json
+import os
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from optimum_prune.errors import CheckpointError
+
+HUB_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download"}
+"""Keywords of transformers' `from_pretrained` that say where the files are."""
+
+
+def fetch(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any) -> Path | None:
+    """Return where a file of a checkpoint is, downloaded where it must be; None where the checkpoint has none.
+
+    Args:
+        name_or_path: a local directory, or a Hub id.
+        filename: of the file, in the checkpoint's folder.
+        hub_kwargs: those of `HUB_KWARGS`; of a local directory, `subfolder` alone has a meaning.
+
+    Raises:
+        CheckpointError: there is no such directory or repository, or it cannot be reached.
+    """
+    name = os.fspath(name_or_path)
+    if os.path.isdir(name):
+        path = Path(name, hub_kwargs.get("subfolder") or "", filename)
+        return path if path.is_file() else None
+    if os.path.exists(name) or os.path.isabs(name):
+        what = "is a file; pass the folder that it is in" if os.path.exists(name) else "does not exist"
+        raise CheckpointError(f"{name} {what}.")
+
+    from huggingface_hub import hf_hub_download  # here, because this module is imported to print help
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, filename, **hub_kwargs))
+    except RemoteEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise CheckpointError(f"{name} is no folder here, and can be no Hub id (user/name).") from error
+    except Exception as error:  # of the network, the server and the disk
+        # One that is not in the cache either hides why it did not come from the Hub.
+        reason = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
+        message = f"{filename} of {name} (no folder of that name is here) cannot be had from the Hub: {said(reason)}."
+        if hasattr(cause(reason), "response"):
+            message += " A private or gated repository needs a token with access: `hf auth login`, or HF_TOKEN."
+        raise CheckpointError(message) from error
+
+
+def fetch_json(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any) -> dict[str, Any]:
+    """Read a JSON file of a checkpoint; see `fetch`.
+
+    Raises:
+        CheckpointError: it is not there, cannot be had, or is no JSON object.
+    """
+    path = fetch(name_or_path, filename, **hub_kwargs)
+    if path is None:
+        raise CheckpointError(
+            f"{name_or_path} has no {filename}, which Pruner.save_pretrained writes. Pass what it wrote."
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{filename} of {name_or_path} cannot be read: {error}.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{filename} of {name_or_path} holds no JSON object.")
+    return data
+
+
+def fetch_record(name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -> dict[str, Any]:
+    """Read what `config.json` records of a pruning; its `recipe` is there.
+
+    Raises:
+        CheckpointError: it cannot be had, or was not pruned by this package.
+    """
+    record = fetch_json(name_or_path, "config.json", **hub_kwargs).get("pruning_config")
+    if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
+        raise CheckpointError(
+            f"{name_or_path} was not pruned by optimum_prune: its config.json has no 'pruning_config' with a recipe."
+        )
+    return record
+
+
+def said(error: BaseException) -> str:
+    """Word what went wrong on the way to the Hub, in one line: the server's status and words, if it had any."""
+    error = cause(error) or error
+    response = getattr(error, "response", None)
+    if response is not None:
+        told = getattr(error, "server_message", None)
+        words = f"{response.status_code} {response.reason_phrase}" + (f": {told}" if told else "")
+    else:
+        words = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+    return shorten(words, width=300).rstrip(".") or type(error).__name__
+
+
+def cause(error: BaseException) -> BaseException | None:
+    """Return the server's refusal or the network's failure that an error came from; None where it is neither."""
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of httpx or its successor
+
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, HTTPError):
+        link = link.__cause__
+    return link

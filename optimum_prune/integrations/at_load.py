@@ -1,0 +1,71 @@
+"""Pruning while loading: `from_pretrained(name, quantization_config=PruningConfig(...))`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from optimum_prune.binding import adapter_for
+from optimum_prune.config import PruningConfig
+from optimum_prune.errors import CheckpointError
+from optimum_prune.integrations.headers import stored_shapes
+from optimum_prune.integrations.loading import load_companions, same_record
+from optimum_prune.pipeline import load_scorer, needs_data, prune
+from optimum_prune.report import PruningReport
+
+
+def check_before(model: PreTrainedModel, config: PruningConfig, files: Iterable[str | Path]) -> None:
+    """Refuse what the skeleton and the files' headers already tell, before gigabytes are read.
+
+    Args:
+        model: the skeleton.
+        config: of the run.
+        files: those that are not safetensors are not looked at.
+
+    Raises:
+        UnsupportedArchitecture: no adapter knows the model.
+        InvalidConfig: the scorer cannot do what the config asks.
+        CheckpointError: the language-model head, through which data is scored, would be newly initialised.
+    """
+    adapter_for(model)
+    files = [file for file in map(Path, files) if file.suffix == ".safetensors"]
+    if not files or not needs_data(config, load_scorer(config)):
+        return
+    head = model.get_output_embeddings()
+    names = {f"{name}.weight" for name, module in model.named_modules() if head is not None and module is head}
+    # The last names alone: LLaVA's checkpoints name what lies above otherwise.
+    for name in names - (model.all_tied_weights_keys or {}).keys():
+        if not any(stored.endswith(".".join(name.split(".")[-2:])) for stored in stored_shapes(files)):
+            raise CheckpointError(
+                f"The checkpoint lacks {name}, which {type(model).__name__} needs to score on data: it holds another "
+                "kind of model. Load it as that, or choose a scorer that needs no data."
+            )
+
+
+def prune_loaded_(model: PreTrainedModel, config: PruningConfig) -> None:
+    """Prune a model that was loaded just now, in place; its report is left in `model.pruning_report`.
+
+    The tokenizer, or the processor, is loaded from where the model came from: its name and, on the Hub, its commit.
+    """
+    setattr(model, "pruning_report", prune(model, config, *_companions(model, config)))  # noqa: B010 - declared nowhere
+
+
+def report_at_load(model: PreTrainedModel) -> PruningReport | None:
+    """Return the report of the pruning while loading, unless the model was pruned again since."""
+    report = getattr(model, "pruning_report", None)
+    record = getattr(model.config, "pruning_config", None)
+    return report if report is not None and record is not None and same_record(report, record) else None
+
+
+def _companions(model: PreTrainedModel, config: PruningConfig) -> tuple[Any, Any]:
+    """Load the tokenizer and the processor, if the calibration may have a use for them."""
+    if not needs_data(config, load_scorer(config)) or _reads_tokens(model, config.calibration.source):
+        return None, None
+    revision = getattr(model.config, "_commit_hash", None)
+    return load_companions(model, str(model.config.name_or_path), **{"revision": revision} if revision else {})
+
+
+def _reads_tokens(model: PreTrainedModel, source: Any) -> bool:
+    """Tell whether the source is token ids that are read as they are. Those of an encoder-decoder become questions."""
+    return isinstance(source, list) and isinstance(source[0], list) and not model.config.is_encoder_decoder

@@ -1,0 +1,1 @@
+"""LoRA through PEFT on pruned models: what pruning cost is learned back, and what it achieved stays."""

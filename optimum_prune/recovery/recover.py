@@ -1,0 +1,314 @@
+"""The recovery on one screen: data, teacher, adapter, training, merge, measurements before and after."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from optimum_prune.binding import named_linears
+from optimum_prune.calibration.request import model_kind
+from optimum_prune.calibration.self_sampling import check_generates
+from optimum_prune.calibration.sources import open_source
+from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
+from optimum_prune.fetching import fetch_json
+from optimum_prune.recovery.columns import training_columns
+from optimum_prune.recovery.config import RecoveryConfig
+from optimum_prune.recovery.data import TrainingData, load_training_data
+from optimum_prune.recovery.lora import attach, merge_, target_modules, unload_
+from optimum_prune.recovery.objective import Collate, Objective
+from optimum_prune.recovery.report import RecoveryReport
+from optimum_prune.recovery.sources import SELF, asked_of, shares
+from optimum_prune.recovery.teacher import CachedTeacher, LiveTeacher, Teacher, beside, collating, indexed
+from optimum_prune.recovery.training import check_trainer_options, train, writing
+
+IDENTITY = "recovery.json"
+"""File beside the checkpoints: of which recovery they are."""
+Dense = Callable[[], PreTrainedModel]
+"""Loads the dense model."""
+
+
+def recover(
+    model: PreTrainedModel,
+    config: RecoveryConfig,
+    tokenizer: Any = None,
+    processor: Any = None,
+    *,
+    dense: Dense | None = None,
+    calibration: Any = None,
+    directory: str | Path | None = None,
+    adapter: str | Path | None = None,
+) -> RecoveryReport:
+    """Train LoRA adapters on a pruned model, and merge them into its weights.
+
+    Where no step is better than none on the held-out samples, the model stays as it was. So it does after an error, up
+    to the merge.
+
+    Args:
+        model: pruned in any way; merged in place.
+        config: what to train on, and how.
+        tokenizer: needed where the data is text.
+        processor: of a multimodal model; brings the tokenizer along.
+        dense: loads the dense model: the teacher of losses "kl" and "mix", and the writer of the default text.
+        calibration: source of the data that the model was pruned with; half of the default text.
+        directory: where checkpoints of the training go, to resume from after a break; a temporary one by default.
+        adapter: where to write the adapter with `merge="none"`, as PEFT does.
+
+    Returns:
+        What was trained, and what it gave.
+
+    Raises:
+        PruningError: one of its kinds, before anything is trained; says what to do.
+    """
+    start = time.perf_counter()
+    if not isinstance(config, RecoveryConfig):
+        raise InvalidConfig(f"config must be a RecoveryConfig, got a {type(config).__name__}.")
+    check_recovery(model, config, calibration=calibration)
+    if config.uses_teacher and dense is None:
+        raise InvalidConfig(
+            f"loss={config.loss!r} asks the dense model, and it cannot be loaded again. Name it (dense=), or use "
+            "loss='lm'."
+        )
+    if (config.merge == "none") != (adapter is not None):
+        raise InvalidConfig("adapter= names where an adapter is written that is not merged: it goes with merge='none'.")
+    writes = any(isinstance(source, str) and source == SELF for source, _ in shares(config, model, calibration))
+    teacher_model = None
+    if dense is not None and (config.uses_teacher or writes):
+        teacher_model = beside(dense(), model, config.teacher_device)
+        _check_teacher(teacher_model, model)
+    data = load_training_data(config, model, tokenizer, processor, calibration=calibration, dense=teacher_model)
+    collate = collating(data.collate, shifted=not model.config.is_encoder_decoder)
+    samples, held_out = indexed(data.train), indexed(data.held_out, first=len(data.train))
+    with _checkpoints(directory, config, data, model) as folder, _as_it_was(model, config.gradient_checkpointing):
+        teacher = _teacher(config, teacher_model, [*samples, *held_out], collate)
+        del teacher_model  # of the cached teacher nothing more is needed
+        objective = Objective.of(config, model, teacher)
+        before = objective.measure(model, held_out, collate, config.batch_size)
+        zeros = _zeros(model)
+        adapted = attach(model, config)
+        on = True
+        try:
+            with writing(folder):
+                trained = train(adapted, config, objective, samples, held_out, collate, folder)
+            parameters = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+            after = objective.measure(adapted, held_out, collate, config.batch_size)
+            # no comparison with NaN is true
+            kept = trained.best_step > 0 and objective.of_losses(after) < objective.of_losses(before)
+            if kept and adapter is not None:
+                _write(adapted, adapter)
+            elif kept:
+                _merge(adapted, config.merge)
+                on = False
+        finally:
+            if on:
+                unload_(adapted)
+    merged = kept and adapter is None
+    report = RecoveryReport(
+        config=config.to_dict(),
+        data=data.to_dict(),
+        before=before,
+        after=after if kept else before,
+        merged=objective.measure(model, held_out, collate, config.batch_size) if merged else None,
+        kept=kept,
+        steps=trained.steps,
+        best_step=trained.best_step if kept else 0,
+        curve=trained.curve,
+        trained_parameters=parameters,
+        zeros_before=zeros,
+        zeros_after=_zeros(model),
+        seconds=time.perf_counter() - start,
+        machine=_machine(model),
+    )
+    report.warnings = _warnings(report, objective, trained.diverged)
+    return report
+
+
+def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibration: Any = None) -> None:
+    """Refuse what can be refused before hours of pruning: options, patterns, sources of data.
+
+    Args:
+        model: as for `recover`, or its skeleton.
+        config: as for `recover`.
+        calibration: as for `recover`.
+
+    Raises:
+        PruningError: one of its kinds; says what to do.
+    """
+    check_trainer_options(config.trainer_options)
+    target_modules(model, config)
+    for source, _ in shares(config, model, calibration):
+        if source == SELF:
+            check_generates(model)
+        else:
+            open_source(asked_of(config, source, 1), model_kind(model), training_columns)
+
+
+def _check_teacher(dense: PreTrainedModel, model: PreTrainedModel) -> None:
+    sizes = [found.config.get_text_config().vocab_size for found in (dense, model)]
+    kinds = [found.config.is_encoder_decoder for found in (dense, model)]
+    if sizes[0] != sizes[1] or kinds[0] != kinds[1]:
+        raise InvalidConfig(
+            f"The dense model, a {type(dense).__name__} of {sizes[0]:,} tokens, cannot teach a {type(model).__name__} "
+            f"of {sizes[1]:,}: they predict different things. Name the model that was pruned."
+        )
+
+
+def _teacher(
+    config: RecoveryConfig, dense: PreTrainedModel | None, samples: list[Any], collate: Collate
+) -> Teacher | None:
+    if not config.uses_teacher or dense is None:
+        return None
+    teacher = LiveTeacher(dense)
+    if config.teacher_top_k is None:
+        return teacher
+    return CachedTeacher.ask(teacher, samples, collate, config.teacher_top_k)
+
+
+def _write(adapted: Any, folder: str | Path) -> None:
+    """Write an adapter as PEFT does, but for the base that it names: it takes the dense model for it."""
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    config = adapted.peft_config[adapted.active_adapter]
+    config.base_model_name_or_path, config.inference_mode = None, True
+    config.save_pretrained(str(folder))
+    (Path(folder) / "README.md").unlink(missing_ok=True)
+
+
+def _merge(adapted: Any, how: str) -> None:
+    try:
+        merge_(adapted, how)
+    except UnsupportedModel:  # before the first weight
+        raise
+    except BaseException as error:
+        raise PruningError(
+            f"The merge was interrupted ({error!r}): weights are partly merged. Load the model again; with directory= "
+            "the training is not lost."
+        ) from error
+
+
+def _warnings(report: RecoveryReport, objective: Objective, diverged: int | None) -> list[str]:
+    """Say what went wrong without an error."""
+    found, merge = [], report.config["merge"]
+    if diverged is not None:
+        found.append(
+            f"Training diverged: the held-out loss was not finite at step {diverged}, and training ended there. Lower "
+            "learning_rate."
+        )
+    if report.merged is not None:
+        before, after, merged = map(objective.of_losses, (report.before, report.after, report.merged))
+        if not merged < before:
+            found.append(
+                f"Merging by {merge!r} took back more than training had gained: the trained loss was {before:.4f} "
+                f"before, {after:.4f} with the adapter, and is {merged:.4f}. Load the pruned model again, and use "
+                "merge='masked'."
+            )
+    if (lost := report.zeros_before - report.zeros_after) > 0:
+        found.append(f"Merging by {merge!r} lost {lost:,} of {report.zeros_before:,} zeros; merge='masked' keeps them.")
+    return found
+
+
+@contextmanager
+def _checkpoints(
+    directory: str | Path | None, config: RecoveryConfig, data: TrainingData, model: PreTrainedModel
+) -> Iterator[Path]:
+    """Yield the folder of the checkpoints; one that is given must be of this recovery, or new.
+
+    Raises:
+        CheckpointError: it holds checkpoints of another recovery.
+    """
+    if directory is None:
+        with TemporaryDirectory(prefix="optimum-prune-") as folder:
+            yield Path(folder)
+        return
+    folder = check_directory(directory)
+    identity = {"config": config.to_dict(), "data": data.fingerprint, "weights": _digest(model)}
+    if not any(folder.glob("checkpoint-*")):  # nothing was trained yet
+        with writing(folder):
+            (folder / IDENTITY).write_text(json.dumps(identity) + "\n", encoding="utf-8")
+    found = fetch_json(folder, IDENTITY)
+    if differing := [name for name in identity if found.get(name) != json.loads(json.dumps(identity[name]))]:
+        raise CheckpointError(
+            f"{folder} holds checkpoints of another recovery: {', '.join(differing)} differ. Pass another "
+            "directory, or delete it to begin anew."
+        )
+    yield folder
+
+
+def check_directory(directory: str | Path) -> Path:
+    """Make the folder of checkpoints where there is none, and refuse one that cannot be.
+
+    Returns:
+        Its absolute path, since checkpoints name each other.
+
+    Raises:
+        CheckpointError: it holds other files, or cannot be written to.
+    """
+    try:
+        folder = Path(directory).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / IDENTITY).exists():
+            raise CheckpointError(
+                f"{folder} is not empty and holds no checkpoints of a recovery. Pass another directory."
+            )
+        with TemporaryDirectory(dir=folder, prefix=".trial-"):
+            pass  # the only answer that holds on every file system
+    except OSError as error:
+        raise CheckpointError(
+            f"Checkpoints cannot be written to {directory}: {error.strerror}. Pass another directory."
+        ) from error
+    return folder
+
+
+@contextmanager
+def _as_it_was(model: PreTrainedModel, checkpointing: bool) -> Iterator[None]:
+    """Checkpoint activations if asked, and give back what a training changes about a model beside its weights."""
+    config: Any = model.config
+    cached, cache = hasattr(config, "use_cache"), getattr(config, "use_cache", None)
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {parameter.device for parameter in model.parameters()}
+    switch = checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    try:
+        if switch:
+            _switch(model, "enable", {"use_reentrant": False})
+            model.disable_input_require_grads()  # `attach` enables it, and what is enabled twice stays
+        yield
+    finally:
+        if cached:
+            config.use_cache = cache
+        elif hasattr(config, "use_cache"):
+            del config.use_cache
+        if switch:
+            _switch(model, "disable")
+        for module, training in modes:
+            module.training = training
+        if len(devices) == 1:
+            model.to(devices.pop())  # pyright: ignore[reportArgumentType] - a Trainer takes it to the first GPU
+
+
+def _switch(model: PreTrainedModel, what: str, *options: Any) -> None:
+    """Call a switch by the name that this version of transformers gives it."""
+    newer, older = f"activation_checkpointing_{what}", f"gradient_checkpointing_{what}"
+    getattr(model, newer if hasattr(model, newer) else older)(*options)
+
+
+def _digest(model: PreTrainedModel) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _zeros(model: PreTrainedModel) -> int:
+    return sum(int((linear.weight == 0).sum()) for linear in named_linears(model).values())
+
+
+def _machine(model: PreTrainedModel) -> str:
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, {str(model.dtype).removeprefix('torch.')}, CPU threads: {torch.get_num_threads()}"
