@@ -172,7 +172,8 @@ def comparison_rows(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, ..
     compared = dense is not None and final is not dense
     same_data = dense is not None and compared and dense.is_alike(final)
     same_run = dense is not None and compared and _run(dense) == _run(final)
-    rows = [("", *shown, *(["ratio"] if compared else []))]
+    ratio_of = "recovered / dense" if "control" in shown else "ratio"  # it stands beside the control
+    rows = [("", *shown, *([ratio_of] if compared else []))]
     for label, name, text, alike in (
         # Of an answer or a caption, the loss is what people know; of running text, the perplexity.
         ("loss per token", "loss", "{:.4f}".format, same_data)

@@ -174,13 +174,20 @@ class Pruner:
         """
         from optimum_prune.recovery.recover import recover  # here, because it brings the Trainer
 
-        config = config or RecoveryConfig()
+        config = RecoveryConfig() if config is None else config
+        if not isinstance(config, RecoveryConfig):
+            raise InvalidConfig(f"config must be a RecoveryConfig, got a {type(config).__name__}.")
         self._notice_changes()
         load_dense = self._dense_loader(dense)
         if control and load_dense is None:
             raise InvalidConfig(
                 "control=True trains the dense model alike, and it cannot be loaded again. Name it (dense=), or leave "
                 "control out."
+            )
+        if control and config.loss == "kl":
+            raise InvalidConfig(
+                "control=True with loss='kl' would train the dense model to be what it is. Use loss 'mix' or 'lm', or "
+                "leave control out."
             )
         if config.merge in ("plain", "none") and is_padded(self.model):
             raise InvalidConfig(
@@ -199,6 +206,7 @@ class Pruner:
             twin = beside(load_dense(), self.model)
             report.control = recover(twin, replace(config, merge="none"), **options)
             self._control = folder if report.control.kept else None
+            self._record()
         return report
 
     def _dense_loader(self, named: str | Path | None) -> Callable[[], PreTrainedModel] | None:
@@ -223,13 +231,22 @@ class Pruner:
         if load_dense is not self._reload_dense:
             self._reload_dense, self._reference = load_dense, None
         if report.kept:
+            if self._adapter is not None:
+                logger.warning("The adapter of the recovery before is dropped: it belongs to the weights as they were.")
             self._adapter, self._recovered = adapter, True
         self._control = None
         for stage in ("recovered", "control"):  # of an earlier one
             self.evaluations.pop(stage, None)
         self._seen = _state(self.model)
         if self.report is not None:
+            if report.kept:  # it was trained on the weights alone, without the adapter of an earlier one
+                self.report.recovery = [found for found in self.report.recovery if not found.is_apart]
             self.report.recovery.append(report)
+            self._record()
+
+    def _record(self) -> None:
+        """Write down in the config what the report says by now."""
+        if self.report is not None:
             self.model.config.pruning_config |= self.report.record()
 
     def masks(self) -> dict[str, Tensor]:
@@ -267,7 +284,7 @@ class Pruner:
             else:
                 logger.warning(
                     "The dense model was not measured on this data and cannot be loaded again, so there is no KL. Call "
-                    "evaluate() on the same data before prune(), or start from Pruner.from_pretrained()."
+                    "evaluate() on the same data before prune()."
                 )
         measured = {}
         with adapted(self.model, self._adapter.name) if self._adapter else nullcontext():

@@ -146,6 +146,16 @@ class PruningReport:
         return self.config.get("steps", 1)  # older reports have none
 
     @property
+    def stage(self) -> str:
+        """What the model is by now, in the words of `measurements.STAGES`."""
+        return "recovered" if any(recovery.kept for recovery in self.recovery) else "pruned"
+
+    @property
+    def dense_again(self) -> bool:
+        """Whether a training filled zeros that the pruning had left."""
+        return self.zeros > 0 and any(r.kept and r.zeros_after < r.zeros_before for r in self.recovery)
+
+    @property
     def options(self) -> str:
         """What was chosen of the scorer's options, in words; empty where nothing was."""
         return ", ".join(f"{name}={value}" for name, value in (self.config.get("scorer_options") or {}).items())

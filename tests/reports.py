@@ -79,7 +79,7 @@ def masked(pattern: str = "2:4", **changes: Any) -> PruningReport:
 def recovery(**changes: Any) -> RecoveryReport:
     """Return a recovery of 30 steps, of which the 20th was the best."""
     values: dict[str, Any] = {
-        "config": {"rank": 8, "loss": "lm", "merge": "masked"},
+        "config": {"rank": 8, "loss": "lm", "merge": "masked", "dataset": "org/texts:small"},
         "data": {"sources": [{"source": "org/texts:small", "share": 1.0}], "samples": 100, "trained_tokens": 12_800},
         "before": Losses(4.0),
         "after": Losses(3.5),

@@ -45,7 +45,7 @@ def test_recovered_and_control():
     recovered, control = replace(PRUNED, perplexity=20.0, kl=0.5), replace(DENSE, perplexity=10.0, prefill_ms=None)
     rows = comparison_rows({"control": control, "dense": DENSE, "recovered": recovered, "pruned": PRUNED})
     assert rows[:3] == [
-        ("", "dense", "pruned", "recovered", "control", "ratio"),
+        ("", "dense", "pruned", "recovered", "control", "recovered / dense"),
         ("perplexity", "12.50", "25.00", "20.00", "10.00", "1.60x"),
         ("KL to the dense model", "", "0.7500", "0.5000", "", ""),
     ]

@@ -1,6 +1,7 @@
 """What the commands share: flags that are the fields of the configurations, and errors in one line."""
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -141,6 +142,8 @@ def attempt(
 ) -> None:
     """Do what was asked; a user's mistake ends in one line and exit code 2, an upload that fails in code 1."""
     _warn_plainly()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may have what the terminal has not
     try:
         command(args)
         sys.stdout.flush()

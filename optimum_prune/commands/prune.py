@@ -118,8 +118,7 @@ def _run(args: argparse.Namespace) -> None:
 
     def save() -> None:
         how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
-        pruner.save_pretrained(args.output, **how)
-        print(f"Saved to {args.output}")
+        print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how)})")
 
     try:
         print(report)

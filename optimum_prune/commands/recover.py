@@ -80,7 +80,9 @@ def read_recovery(args: argparse.Namespace) -> RecoveryConfig | None:
     Raises:
         InvalidConfig: fields of a recovery are given, and no recovery.
     """
-    section = read_recipe(args.recipe).get(RECOVERY_SECTION) if args.recipe else None
+    recipe = read_recipe(args.recipe) if args.recipe else {}
+    # an empty section asks for the defaults
+    section = (recipe[RECOVERY_SECTION] or {}) if RECOVERY_SECTION in recipe else None
     given = given_fields(args, RecoveryConfig, RECOVERY)
     if section is None and not hasattr(args, "recover"):
         if given or args.recover_control or args.recover_directory:
@@ -180,5 +182,4 @@ def _recover(args: argparse.Namespace) -> None:
             print(pruner.comparison())
     finally:  # an evaluation that fails must not cost the trained model
         how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
-        pruner.save_pretrained(args.output, **how)
-        print(f"Saved to {args.output}")
+        print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how)})")

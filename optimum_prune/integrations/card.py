@@ -3,7 +3,8 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY, without_paths
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.measurements import Evaluation, comparison_rows, latest, megabytes
+from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
 from optimum_prune.recovery.report import RecoveryReport, describe_training
 from optimum_prune.report import (
     WEIGHT,
@@ -72,11 +73,12 @@ def model_card(
     """
     given = dict(card_data or {})
     cuts = [*report.previous, report.record()]
-    runs = _runs(cuts)
+    runs = _runs(report)
     base_model = given.get("base_model") or cuts[0].get("base_model")
     scorer = report.config["scorer"]
     name = f"{(base_model or report.model_type).split('/')[-1]}-{scorer}{_amount(report)}"
-    measured = latest(evaluations) if evaluations.keys() & {"pruned", "recovered"} else None
+    measured = evaluations.get(report.stage)
+    earlier = evaluations.get("pruned")  # of a model that was trained since
     calibration = _dataset(report.calibration["source"])[0] if report.calibration else None
     metadata = {
         "base_model": base_model,
@@ -101,6 +103,7 @@ def model_card(
         gamma=report.gamma and describe_gamma(report.gamma),
         layers=layer_rows(report),
         zeros=WEIGHT in report.units,
+        dense_again=report.dense_again,
         n_of_m=report.config["pattern"].split(":") if ":" in report.config["pattern"] else None,
         spread=SPREAD.get(report.allocation),
         calibration_data=report.calibration and describe_data(without_paths(report.calibration)),
@@ -110,9 +113,10 @@ def model_card(
         recoveries=[_recovery(recovery) for recovery in report.recovery],
         trained=any(recovery.kept for recovery in report.recovery),
         controlled=any(recovery.control for recovery in report.recovery),
+        has_control="control" in evaluations,
         pictures=[(Path(picture).stem, picture) for picture in pictures],
-        recipes={name: text for name, (_, text) in runs.items()},
-        commands=_commands(base_model or "path/to/the/dense/model", {name: verb for name, (verb, _) in runs.items()}),
+        recipes={name: run.text for name, run in runs.items()},
+        commands=_commands(base_model or "path/to/the/dense/model", runs),
         reference=_reference(scorer),
         layout=layout,
         padded_to=parameters if layout == "padded" else None,
@@ -123,8 +127,9 @@ def model_card(
         adapter=adapter,
         file_size=None if file_bytes is None else megabytes(file_bytes),
         measured=measured,
-        measurements=comparison_rows(evaluations) if measured else None,
-        measured_data=measured and describe_data(without_paths(measured.data)),
+        shown=(shown := measured or earlier),
+        measurements=comparison_rows(evaluations) if shown else None,
+        measured_data=shown and describe_data(without_paths(shown.data)),
     )
 
 
@@ -185,35 +190,55 @@ def _pipeline_tag(architecture: str | None) -> str | None:
 
 def _recovery(recovery: RecoveryReport) -> dict[str, Any]:
     """Return what the card says of a training: where, on what, and the losses before and after."""
-    rows = [("", "loss per token", "KL to the dense model")]
-    shown = [("before", recovery.before), ("with the adapter", recovery.after), ("merged", recovery.merged)]
-    if recovery.control is not None:
-        shown += [("dense model", recovery.control.before), ("dense model, trained alike", recovery.control.after)]
-    for label, losses in shown:
-        if losses is not None:
-            rows.append((label, f"{losses.lm:.4f}", "" if losses.kl is None else f"{losses.kl:.4f}"))
+    rows = [["", "loss per token", recovery.kl_label], *loss_rows(recovery)]
     if recovery.before.kl is None:
         rows = [row[:2] for row in rows]
     return {"report": recovery, "losses": rows, "data": describe_training(without_paths(recovery.data))}
 
 
-def _runs(cuts: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Return file name -> (command, recipe) of every pruning and every training, in order."""
+def loss_rows(recovery: RecoveryReport) -> list[list[str]]:
+    """Return a row for every model whose held-out loss was measured: its name, cross-entropy, distance to the dense."""
+    return [
+        [label, f"{losses.lm:.4f}", "" if losses.kl is None else f"{losses.kl:.4f}"]
+        for label, losses in recovery.losses
+    ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A command that was run, with its recipe; `dense` says that it needs the dense model beside."""
+
+    verb: str
+    recipe: Mapping[str, Any]
+    dense: bool = False
+    control: bool = False
+
+    @property
+    def text(self) -> str:
+        return yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True).strip()
+
+
+def _runs(report: PruningReport) -> dict[str, _Run]:
+    """Return file name -> every pruning and every training that counts, in order."""
     runs = []
-    for cut in cuts:
-        runs.append(("run", cut["recipe"]))
-        runs += [("recover", recovery["config"]) for recovery in cut.get("recovery", [])]
+    kept = [recovery.record() for recovery in report.recovery if recovery.kept]
+    for cut in [*report.previous, report.record() | {"recovery": kept}]:
+        runs.append(_Run("run", cut["recipe"]))
+        for recovery in cut.get("recovery", []):
+            config, control = recovery["config"], recovery["control"]
+            writes = config["dataset"] in (None, "self") or "self" in config["dataset"]
+            runs.append(_Run("recover", config, dense=writes or config["loss"] != "lm" or control, control=control))
     names = ["recipe.yaml"] if len(runs) == 1 else [f"recipe-{number}.yaml" for number in range(1, len(runs) + 1)]
-    texts = [(verb, yaml.safe_dump(run, sort_keys=False, allow_unicode=True).strip()) for verb, run in runs]
-    return dict(zip(names, texts, strict=True))
+    return dict(zip(names, runs, strict=True))
 
 
-def _commands(dense: str, runs: Mapping[str, str]) -> list[str]:
+def _commands(dense: str, runs: Mapping[str, _Run]) -> list[str]:
     """Return a command for every recipe; each goes on with what the one before wrote."""
     models = [dense, *(f"pruned-{number}" for number in range(1, len(runs))), "pruned"]
     return [
-        f"optimum-cli prune {verb} --model {model} --output {output} --recipe {recipe}"
-        for (model, output), (recipe, verb) in zip(pairwise(models), runs.items(), strict=True)
+        f"optimum-cli prune {run.verb} --model {model} --output {output} --recipe {recipe}"
+        f"{f' --dense {dense}' * run.dense}{' --control' * run.control}"
+        for (model, output), (recipe, run) in zip(pairwise(models), runs.items(), strict=True)
     ]
 
 

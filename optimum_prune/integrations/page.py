@@ -6,8 +6,8 @@ from pathlib import Path
 import yaml
 
 from optimum_prune.config import without_paths
-from optimum_prune.integrations.card import layer_rows, unit_rows
-from optimum_prune.measurements import Evaluation, comparison_rows, latest
+from optimum_prune.integrations.card import layer_rows, loss_rows, unit_rows
+from optimum_prune.measurements import STAGES, Evaluation, comparison_rows, latest
 from optimum_prune.plots.pictures import svg_pictures
 from optimum_prune.recovery.report import RecoveryReport, describe_training
 from optimum_prune.report import (
@@ -57,6 +57,7 @@ def page(report: PruningReport, evaluations: Mapping[str, Evaluation], *, title:
         zeros=ZEROS if WEIGHT in report.units else None,
         gamma=report.gamma and describe_gamma(report.gamma),
         measured=measured,
+        stages=list(evaluations),
         measurements=comparison_rows(evaluations) if measured else [],
         measured_data=measured and describe_data(without_paths(measured.data)),
         recoveries=[(describe_training(without_paths(r.data)), _recovery_rows(r)) for r in report.recovery],
@@ -72,27 +73,18 @@ def _figures(report: PruningReport, evaluations: Mapping[str, Evaluation]) -> li
         ("parameters", f"{report.parameters_after:,} ({change:+.1%})"),
         (f"targeted weights {'set to zero' if WEIGHT in report.units else 'removed'}", f"{report.achieved:.1%}"),
     ]
-    if not evaluations:
+    if report.stage not in evaluations:
         return figures
     heading, *rows = comparison_rows(evaluations)
-    compared = heading[-1] == "ratio"
-    final = len(heading) - 2 if compared else len(heading) - 1
     for label, *values in rows:
         if label in ("perplexity", "loss per token", "decoding, per token"):
-            ratio = f" ({values[-1]})" if compared and values[-1] else ""
-            figures.append((label, f"{values[final - 1]}{ratio}"))
+            ratio = f" ({values[-1]})" if heading[-1] not in STAGES and values[-1] else ""
+            figures.append((label, f"{values[heading.index(report.stage) - 1]}{ratio}"))
     return figures
 
 
 def _recovery_rows(recovery: RecoveryReport) -> list[list[str]]:
-    rows = [("pruned", recovery.before), ("with the adapter", recovery.adapted), ("merged", recovery.merged)]
-    if recovery.control is not None:
-        rows += [("dense", recovery.control.before), ("dense, trained alike", recovery.control.after)]
-    shown = [(label, losses) for label, losses in rows if losses is not None]
-    return [
-        ["held-out loss per token", "cross-entropy", "KL to the dense model"],
-        *([label, f"{losses.lm:.4f}", "" if losses.kl is None else f"{losses.kl:.4f}"] for label, losses in shown),
-    ]
+    return [["held-out loss per token", "cross-entropy", recovery.kl_label], *loss_rows(recovery)]
 
 
 def _provenance(report: PruningReport) -> Iterator[tuple[str, str]]:

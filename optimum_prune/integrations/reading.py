@@ -72,7 +72,7 @@ def _read(
     with showing(name_or_path):
         report = PruningReport.from_dict(data)
         evaluations = {name: Evaluation.from_dict(values) for name, values in data["evaluations"].items()}
-        str(report), comparison(evaluations) if evaluations else ""  # what cannot be shown is no report
+        _show(report, evaluations)  # what cannot be shown is no report
         belongs = same_record(report, record)
     if not belongs:
         raise CheckpointError(
@@ -80,6 +80,10 @@ def _read(
             "the Pruner that pruned it."
         )
     return report, evaluations
+
+
+def _show(report: PruningReport, evaluations: Measured) -> tuple[str, str | None]:
+    return str(report), comparison(evaluations) if evaluations else None
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def _panels(evaluations: Mapping[str, Evaluation]) -> Iterator[Panel]:
 
 def _bars(axes: "Axes", panel: Panel) -> None:
     """Draw a bar for every stage, the first on top, with its number; the axis says no more, and is left out."""
-    colors = [DENSE if stage == "dense" else KEPT for stage in panel.values]
+    colors = [DENSE if stage in ("dense", "control") else KEPT for stage in panel.values]
     bars = axes.barh([plain(stage) for stage in panel.values], list(panel.values.values()), color=colors, height=0.8)
     axes.bar_label(bars, [f"{value:,.4g}" for value in panel.values.values()], padding=4)
     axes.set_title(panel.title)

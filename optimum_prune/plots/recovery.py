@@ -31,12 +31,13 @@ def _curves(axes: "Axes", recovery: RecoveryReport) -> None:
     axes.plot(list(held_out), list(held_out.values()), "o-", color=KEPT, linewidth=2, markersize=5, label="held out")
     if recovery.control is not None:
         control = _held_out(recovery.control)
-        label = "held out, dense model"
+        label = "held out, dense trained alike"
         axes.plot(list(control), list(control.values()), "s--", color=KEPT, linewidth=1, markersize=4, label=label)
     best, label = recovery.best_step, f"kept: step {recovery.best_step:,}"
     if recovery.kept and best in held_out:
         axes.plot(best, held_out[best], "*", color=REMOVED, markersize=14, label=label)
-    axes.set_ylabel("loss per token")
+    loss = recovery.config["loss"]
+    axes.set_ylabel("loss per token" if loss == "lm" else f"trained loss ({loss})")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.legend(fontsize=10)
 

@@ -12,6 +12,7 @@ from optimum_prune.binding import bind, check_prunable, matches, named_linears, 
 from optimum_prune.errors import InvalidConfig, UnsupportedModel, unknown
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.masked_linear import masked_layer, updated
+from optimum_prune.sizes import forget_file_
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,6 +72,7 @@ def attach(model: PreTrainedModel, config: RecoveryConfig) -> "PeftModel":
     _check_unwrapped(model)
     names = target_modules(model, config)
     _check_trainable(model, names)
+    forget_file_(model)  # a Trainer would take what came from a GGUF for quantised, and its weights are plain
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(

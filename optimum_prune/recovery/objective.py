@@ -74,4 +74,4 @@ class Objective:
                 sums = self.sums(model, batch)
                 lm, tokens = lm + sums.lm.item(), tokens + sums.tokens
                 kl = kl if sums.kl is None else (kl or 0.0) + sums.kl.item()
-        return Losses(lm / tokens, None if kl is None else kl / tokens)
+        return Losses(lm / tokens, None if kl is None else max(kl / tokens, 0.0))  # less is rounding

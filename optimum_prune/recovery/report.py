@@ -64,6 +64,12 @@ class RecoveryReport:
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def kl_label(self) -> str:
+        """What `Losses.kl` is; of the teacher's best tokens alone it is less than that of all."""
+        k = self.config.get("teacher_top_k")
+        return "KL to the dense model" + (f" (its {k} best tokens)" if k else "")
+
+    @property
     def is_apart(self) -> bool:
         """Whether what was trained is an adapter beside the weights."""
         return self.kept and self.merged is None
@@ -72,6 +78,14 @@ class RecoveryReport:
     def adapted(self) -> Losses | None:
         """Losses with the adapter; None where none was kept."""
         return self.after if self.kept else None
+
+    @property
+    def losses(self) -> list[tuple[str, Losses]]:
+        """What was measured on held-out sequences, in words."""
+        rows = [("pruned", self.before), ("with the adapter", self.adapted), ("merged", self.merged)]
+        if self.control is not None:
+            rows += [("dense", self.control.before), ("dense, trained alike", self.control.after)]
+        return [(label, losses) for label, losses in rows if losses is not None]
 
     @property
     def merge_gap(self) -> float | None:
@@ -97,21 +111,18 @@ class RecoveryReport:
         return {
             "config": without_paths(self.config),
             "data": without_paths(self.data),
+            "control": self.control is not None,
             "steps": self.steps,
             "held_out_loss": {"before": self.before.lm, "after": final.lm if self.kept else self.before.lm},
         }
 
     def __str__(self) -> str:
         """Return a few lines: what was trained, and the losses before and after."""
-        rows = [("pruned", self.before), ("with the adapter", self.adapted), ("merged", self.merged)]
-        if self.control is not None:
-            rows += [("control: dense", self.control.before), ("control: dense, trained alike", self.control.after)]
-        shown = [(label, losses) for label, losses in rows if losses is not None]
-        width = max(len(label) for label, _ in shown)
+        width = max(len(label) for label, _ in self.losses)
         lines = [
             f"recovery: LoRA rank {self.config['rank']}, loss {self.config['loss']}, {self.steps} steps "
             f"(best: {self.best_step}), {describe_training(self.data)}",
-            *(f"  {label:<{width}}  {describe_losses(losses)}" for label, losses in shown),
+            *(f"  {label:<{width}}  {describe_losses(losses, self.kl_label)}" for label, losses in self.losses),
         ]
         if not self.kept:
             lines.append("  no step was better than none: the model is as it was")
@@ -120,9 +131,9 @@ class RecoveryReport:
         return "\n".join([*lines, f"  took {self.seconds:.1f} s", *(f"warning: {text}" for text in self.warnings)])
 
 
-def describe_losses(losses: Losses) -> str:
+def describe_losses(losses: Losses, kl_label: str) -> str:
     """Word losses in one line."""
-    kl = "" if losses.kl is None else f", KL to the dense model {losses.kl:.4f}"
+    kl = "" if losses.kl is None else f", {kl_label} {losses.kl:.4f}"
     perplexity = math.exp(losses.lm) if losses.lm < 700 else math.inf  # where floats end
     return f"held-out loss {losses.lm:.4f} (perplexity {perplexity:,.2f}){kl}"
 

@@ -111,7 +111,7 @@ def check_trainer_options(options: dict[str, Any] | None) -> None:
     try:
         if arguments.use_liger_kernel:
             raise ValueError("use_liger_kernel changes the model's class for good")
-        with TemporaryDirectory() as folder:  # which it makes
+        with _own_random_state(), TemporaryDirectory() as folder:  # which it makes
             arguments.output_dir = folder
             Trainer(nn.Linear(1, 1), arguments)
     except (ValueError, TypeError, ImportError, RuntimeError) as error:

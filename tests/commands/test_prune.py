@@ -16,7 +16,7 @@ from optimum_prune import measurements, registry
 from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
 from optimum_prune.integrations.layouts import LAYOUTS
 from optimum_prune.pruner import Pruner
-from tests.models import llama, tokens
+from tests.models import llama, mistral, t5, tokens
 from tests.processes import complaint, run
 from tests.words import tokenizer
 
@@ -190,6 +190,16 @@ def test_stock_layout_that_the_class_refuses_is_refused_early(refused):
     message = refused(*given.split(), "stock")
     assert "The hidden size (32) is not a multiple of the number of attention heads (6)." in message
     assert "class_switch=True (it is saved as MistralForCausalLM" in message
+
+
+@pytest.mark.parametrize("build", [mistral, t5])
+@pytest.mark.parametrize("layout", ["stock", "padded"])
+def test_layouts_without_room_for_new_biases_are_refused_early(build, layout, refused, tmp_path):
+    build().save_pretrained(tmp_path / "model")
+    given = f"--pattern 2:4 --scorer magnitude --calibration-source text.txt --induction-allow-bias --layout {layout}"
+    message = refused(*given.split(), model=tmp_path / "model")
+    assert message.startswith(f"layout='{layout}' ") and "biases are created where they help" in message
+    assert message.endswith("(allocation='uniform')." if layout == "stock" else "Use layout='compact'.")
 
 
 def test_evaluation_needs_its_package(refused, monkeypatch):
@@ -402,10 +412,10 @@ def test_what_is_printed(finished):
         r"^structured, taylor, .*: asked 30.0%, achieved \d+\.\d% of the targeted weights$",
         r"^ +dense +pruned +ratio$",
         r"^perplexity +\d.*x$",
-        r"^KL\(dense \|\| pruned\) +\d",
+        r"^KL to the dense model +\d",
         r"^decoding, per token .*x$",
         r"^measured on .*, 25 samples, 400 tokens",
-        rf"^Saved to {re.escape(str(folder))}$",
+        rf"^Saved to {re.escape(str(folder))} \((stock|compact)\)$",
     ):
         assert re.search(line, done.stdout, re.MULTILINE), line
 

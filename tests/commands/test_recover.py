@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 from optimum_prune.config import PruningConfig
 from optimum_prune.pruner import Pruner
 from optimum_prune.recovery.config import RecoveryConfig
+from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.recovery.training import RecoveryTrainer
+from optimum_prune.report import PruningReport
 from tests.models import llama
 from tests.processes import complaint
 from tests.words import tokenizer
@@ -34,6 +36,12 @@ def folder(tmp_path_factory) -> Path:
     pruner = Pruner.from_pretrained(folder / "dense")
     pruner.prune(PruningConfig(pattern="unstructured", scorer="magnitude", sparsity=0.5))
     pruner.save_pretrained(folder / "pruned")
+    pruner = Pruner.from_pretrained(folder / "dense")
+    pruner.prune(PruningConfig(scorer="magnitude", sparsity=0.3, allocation="global", round_to=1, compensation="none"))
+    for layout in ("compact", "padded"):
+        pruner.save_pretrained(folder / layout, layout)
+    (folder / "full").mkdir()
+    (folder / "full" / "notes.txt").write_text("mine")
     return folder
 
 
@@ -95,6 +103,10 @@ def test_help_has_every_field(cli):
         ("--evaluate no.txt", "Calibration source 'no.txt' does not exist."),
         ("--evaluate-seq-len 3", "--evaluate-seq-len has no meaning without --evaluate SOURCE."),
         ("--layout padded --storage packed", "layout='padded' does not go with storage='packed'"),
+        ("--layout padded --merge none", "merge='none' does not go with layout='padded'"),
+        ("--model compact --layout stock", "layout='stock' is not possible: layers differ in"),
+        ("--dataset text.txt --directory full", "is not empty and holds no checkpoints of a recovery"),
+        ("--dataset text.txt --directory text.txt", "Checkpoints cannot be written to text.txt: File exists."),
         ("--max-step 3", "unrecognized arguments: --max-step 3. Did you mean --max-steps?"),
     ],
 )
@@ -112,6 +124,8 @@ def test_mistakes(arguments, message, refused):
         ("--recover no.txt", "source 'no.txt' does not exist."),
         ("--recover --recover-target-modules q_prj", "q_prj"),
         ("--recover --recover-trainer-options seed=3", "trainer_options cannot set seed; say it by seed."),
+        ("--recover --recover-merge none --layout padded", "merge='none' does not go with layout='padded'"),
+        ("--recover --recover-directory full", "is not empty and holds no checkpoints of a recovery"),
         (
             "--recover --model pruned --recover-loss kl",
             "then use `optimum-cli prune recover` with --dense MODEL.",
@@ -140,6 +154,30 @@ def test_bad_recipes(command, content, message, refused, tmp_path):
     (tmp_path / "recipe.yaml").write_text(content)
     more = ["--sparsity", 0.3] if command == "run" else []
     assert message in refused(command, "--recipe", tmp_path / "recipe.yaml", *more)
+
+
+def test_padding_cannot_be_packed_which_is_said_before_training(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(Pruner, "recover", lambda *_, **__: pytest.fail("it was trained"))
+    given = ("--model", "padded", "--output", tmp_path / "it", "--dataset", "text.txt", "--storage", "packed")
+    code, _, complaints = cli("recover", *given)
+    assert code == 2 and "The weights are padded, and cannot be packed too" in complaints
+
+
+@pytest.mark.parametrize("command", ["run", "recover"])
+def test_a_reader_that_has_enough_costs_nobody_the_model(command, cli, tmp_path, monkeypatch):
+    """As `| head` has: what took hours is saved all the same."""
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    report = RecoveryReport if command == "recover" else PruningReport
+    monkeypatch.setattr(report, "__str__", closed)
+    monkeypatch.setattr("os.dup2", lambda *_: None)  # the output of this process is the test's
+    options = flags(dataset="text.txt") if command == "recover" else ["--sparsity", 0.3, "--scorer", "magnitude"]
+    model = "compact" if command == "recover" else "dense"
+    code, _, complaints = cli(command, "--model", model, "--output", tmp_path / "it", *options)
+    assert code == 141 and "Traceback" not in complaints
+    assert (tmp_path / "it" / "model.safetensors").exists()
 
 
 # Runs
@@ -190,9 +228,9 @@ def test_pruned_and_recovered(cli, tmp_path):
     for line in (
         r"^unstructured, magnitude",
         r"^recovery: LoRA rank 8, loss lm, 2 steps",
-        r"^ +control: dense, trained alike ",
-        r"^ +dense +pruned +recovered +control +ratio$",
-        rf"^Saved to {re.escape(str(tmp_path / 'out'))}$",
+        r"^ +dense, trained alike ",
+        r"^ +dense +pruned +recovered +control +recovered / dense$",
+        rf"^Saved to {re.escape(str(tmp_path / 'out'))} \(stock\)$",
     ):
         assert re.search(line, stdout, re.MULTILINE), line
     saved = report(tmp_path / "out")

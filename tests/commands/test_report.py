@@ -86,6 +86,51 @@ def test_refusals_are_one_line(cli, checkpoint, tmp_path):
     assert f"has no {REPORT}" in complaint(cli(checkpoint), ERROR)
 
 
+@pytest.mark.parametrize("field", ["asked", "groups", "config", "calibration", "recovery", "evaluations", "versions"])
+@pytest.mark.parametrize("value", [None, "x", 5, [[1]], {"a": 1}, float("nan")], ids=repr)
+@pytest.mark.parametrize("flag", [None, "--html"])
+def test_reports_of_strangers(field, value, flag, cli, checkpoint, tmp_path):
+    """Whatever is in it, a command ends in a table or in one line."""
+    if flag:
+        pytest.importorskip("matplotlib")
+    data = json.loads((checkpoint / REPORT).read_text()) | {field: value}
+    (checkpoint / REPORT).write_text(json.dumps(data))
+    result = cli(checkpoint, *([flag, tmp_path / "it.html"] if flag else []))
+    if result[0]:
+        assert result[2].startswith(f"{ERROR}{REPORT} of {checkpoint} is ") and result[2].count("\n") == 1
+
+
+def test_a_report_that_no_page_can_show(cli, checkpoint, tmp_path, monkeypatch):
+    def broken(*arguments, **options):
+        raise KeyError("scores")
+
+    monkeypatch.setattr("optimum_prune.integrations.page.write_page", broken)
+    monkeypatch.setattr("optimum_prune.plots.style.check_installed", lambda: None)
+    code, _, complaints = cli(checkpoint, "--html", tmp_path / "it.html")
+    assert code == 2 and complaints == f"{ERROR}{REPORT} of {checkpoint} is damaged (KeyError: 'scores').\n"
+
+
+def test_a_deeply_nested_file(cli, checkpoint):
+    (checkpoint / REPORT).write_text("[" * 100_000)
+    assert f"{REPORT} of {checkpoint} cannot be read" in complaint(cli(checkpoint), ERROR)
+
+
+def test_control_characters_are_shown_not_obeyed(cli, tmp_path):
+    found = report(warnings=["\x1b]0;owned\x07\x9b2J \ud800 na\u00efve \U0001f642\u202e"])
+    code, shown, complaints = cli(write(tmp_path / "it", found, {}))
+    assert (code, complaints) == (0, "")
+    assert "warning: \\x1b]0;owned\\x07\\x9b2J \\ud800 na\u00efve \U0001f642\\u202e" in shown
+    folder = tmp_path / "\x1b[2J"
+    assert complaint(cli(folder), ERROR) == f"{tmp_path}/\\x1b[2J does not exist."
+
+
+def test_a_reader_that_has_enough(checkpoint):
+    """As `| head` is: no traceback, and nothing at the exit of Python either."""
+    script = f"import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.argv[0] = 'optimum-cli'; {CLI}"
+    done = run(script, "prune", "report", checkpoint)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_files_that_cannot_be_written(cli, checkpoint, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from optimum_prune.integrations import card as card_module
 from optimum_prune.integrations.card import inherited_metadata, model_card
-from tests.reports import DATA, DENSE, PRUNED, masked, report
+from tests.reports import DATA, DENSE, PRUNED, masked, recovery, report
 
 BOTH = {"dense": DENSE, "pruned": PRUNED}
 
@@ -229,6 +229,45 @@ def test_how_to_reproduce():
     card = model_card(in_memory, evaluations={}, layout="stock")
     assert "held in memory: the recipe names it" in card.text
     assert "datasets" not in card.data.to_dict()
+
+
+TRAINED = {"rank": 8, "loss": "mix", "merge": "masked", "dataset": "org/texts:small"}
+
+
+def test_numbers_from_before_a_training_are_none_of_the_model():
+    both = {"dense": DENSE, "pruned": PRUNED}
+    card = model_card(report(recovery=[recovery()]), evaluations=both, layout="stock")
+    assert card.data.get("eval_results") is None
+    assert "**Not measured since it was trained: these numbers are from before.**" in sections(card)["Measured"]
+    assert "Nothing but the held-out losses above was measured" in sections(card)["Limits"]
+    assert model_card(report(recovery=[recovery(kept=False)]), evaluations=both, layout="stock").data.get(
+        "eval_results"
+    )
+
+
+@pytest.mark.parametrize("control", [None, recovery(config=TRAINED)])
+def test_a_training_is_told_and_can_be_done_again(control):
+    trained = report(recovery=[recovery(config=TRAINED, control=control)])
+    both = {"dense": DENSE, "recovered": PRUNED} | ({} if control is None else {"control": DENSE})
+    found = sections(model_card(trained, evaluations=both, layout="stock"))
+    again = "prune recover --model pruned-1 --output pruned --recipe recipe-2.yaml --dense org/dense"
+    assert again + (" --control" if control else "") + "\n" in found["How to reproduce"]
+    assert ("`control` is the dense model" in found["Measured"]) == bool(control)
+    assert ("how much of the gain is recovery" in found["Limits"]) != bool(control)
+    assert "dense, trained alike" in found["What was trained after that"] or control is None
+
+
+def test_no_column_is_explained_that_is_not_there():
+    trained = report(recovery=[recovery(config=TRAINED, control=recovery(config=TRAINED, kept=False))])
+    found = sections(model_card(trained, evaluations={"dense": DENSE, "recovered": PRUNED}, layout="stock"))
+    assert "`control`" not in found["Measured"]
+
+
+def test_zeros_that_a_merge_filled_are_not_promised():
+    filled = recovery(config=TRAINED | {"merge": "plain"}, zeros_before=5_000, zeros_after=0)
+    text = str(model_card(masked(recovery=[filled]), evaluations={}, layout="stock"))
+    assert "The zeros that pruning left were filled again by training" in text
+    assert "stored like any other" not in text and "multiplies zeros" not in text
 
 
 @settings(deadline=None)

@@ -12,10 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from optimum_prune.biases import add_
 from optimum_prune.binding import bind
+from optimum_prune.config import PruningConfig
 from optimum_prune.errors import CheckpointError, InvalidConfig, UnsupportedModel
 from optimum_prune.integrations.layouts import save_checkpoint
+from optimum_prune.integrations.loading import load_skeleton
 from optimum_prune.integrations.padding import pad
-from optimum_prune.integrations.unpadding import is_padded, unpad_
+from optimum_prune.integrations.unpadding import unpad_
+from optimum_prune.padded import is_padded
+from optimum_prune.pipeline import prune
+from optimum_prune.planning.planner import make_plan
 from optimum_prune.sizes import describe_, measure
 from optimum_prune.surgery import slice_
 from tests.models import VARIANTS, every_model, inputs, llama, llava, mistral, opt, qwen3, t5
@@ -274,6 +279,23 @@ def test_packed_is_refused(padded, tmp_path):
     with pytest.raises(InvalidConfig, match=r"cannot be packed too: .*Pruner.unpad\(\)"):
         save_checkpoint(load(padded[0] / "llama-gqa")[0], tmp_path / "it", storage="packed")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pattern", ["structured", "unstructured"])
+def test_padding_is_not_pruned(padded, pattern, tmp_path):
+    """It would go first, and be reported as removed."""
+    model, config = load(padded[0] / "llama-gqa")[0], PruningConfig(pattern, "magnitude", 0.5)
+    weights = copy.deepcopy(model.state_dict())
+    for run in (prune, make_plan):
+        with pytest.raises(UnsupportedModel, match=r"is padded with units of zeros.*Pruner\.unpad\(\)"):
+            run(model, config)
+    assert all(torch.equal(weights[key], tensor) for key, tensor in model.state_dict().items())
+    skeleton = load_skeleton(padded[0] / "llama-gqa")
+    assert "The checkpoint is padded" in str(
+        make_plan(skeleton, PruningConfig(scorer="magnitude", sparsity=0.5), skeleton=True)
+    )
+    unpad_(model)
+    assert prune(model, config).parameters_before == MODELS["llama-gqa"].num_parameters()
 
 
 def test_weights_that_are_elsewhere_are_refused(tmp_path):

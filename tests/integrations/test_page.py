@@ -72,10 +72,16 @@ def test_an_adapter_that_was_not_kept_has_no_loss():
 
 
 def test_what_a_reader_wants_to_know_first():
-    text = " ".join(Reader(page(full(), EVALUATIONS, title="me/it")).text.split())
+    measured = EVALUATIONS | {"recovered": EVALUATIONS["pruned"], "control": replace(DENSE, perplexity=10.0)}
+    text = " ".join(Reader(page(full(), measured, title="me/it")).text.split())
     assert "me/it org/dense, pruned with optimum_prune: pattern structured, scorer ntk, allocation gamma" in text
     assert "parameters 9,000 (-10.0%)" in text and "perplexity 25.00 (2.00x)" in text
     assert "decoding, per token 9.0 ms (0.90x) Something to know." in text
+
+
+def test_numbers_from_before_a_training_are_not_those_of_the_model():
+    text = " ".join(Reader(page(full(), EVALUATIONS, title="me/it")).text.split())
+    assert "perplexity 25.00 (2.00x)" not in text and "these numbers are from before" in text
 
 
 def test_sections_without_content_are_left_out():

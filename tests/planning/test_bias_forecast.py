@@ -68,7 +68,9 @@ def test_padding_that_has_room():
 def test_biases_of_an_earlier_run_have_no_room_in_padding():
     options = {"scorer": "magnitude", "sparsity": 0.5}
     for more in ({"allocation": "uniform"}, {"allocation": "global"}):
-        with pytest.raises(InvalidConfig, match=r"layout='padded' cannot be promised: no config gives model\.layers\.0"):
+        with pytest.raises(
+            InvalidConfig, match=r"layout='padded' cannot be promised: no config gives model\.layers\.0"
+        ):
             make_plan(biased(mistral()), PruningConfig(**options, **more)).check_layout("padded")
 
 

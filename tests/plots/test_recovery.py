@@ -30,7 +30,7 @@ def test_a_distance_in_the_loss_has_no_known_start(drawn):
 def test_the_dense_model_beside_it(drawn):
     dense = recovery(before=Losses(3.0), curve=[{"step": 20, "held_out": 2.75}])
     (found,) = drawn_lines(drawn, recovery(control=dense))
-    assert found["held out, dense model"] == [[0, 3.0], [20, 2.75]]
+    assert found["held out, dense trained alike"] == [[0, 3.0], [20, 2.75]]
 
 
 def test_no_star_where_nothing_was_kept_and_a_panel_for_every_training(drawn):

@@ -420,6 +420,12 @@ def test_pairs_go_through_the_template(load, tokenizer):
     assert ("<|user|>the fox</s><|assistant|>the dog</s>", "the dog</s>") in spoken(data, tokenizer)
 
 
+@pytest.mark.parametrize("chat", [["fox", "dog"], [1, 2], [["fox"], ["dog"]], [{"from": "human", "value": "fox"}]])
+def test_messages_that_are_no_chats(load, chat):
+    with pytest.raises(CalibrationError, match="holds no usable tokens"):
+        load(Dataset.from_dict({"messages": [chat, chat]}))
+
+
 def test_chats_without_an_answer_are_left_out(load, tokenizer, caplog):
     unanswered = [{"role": "user", "content": "fox"}]
     wordless = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": None}]

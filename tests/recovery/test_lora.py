@@ -536,3 +536,11 @@ def test_a_model_without_a_head(tmp_path):
     tuned = attach(model, RecoveryConfig(rank=2))
     assert type(tuned) is PeftModel
     assert merge_(tuned, "masked") is model
+
+
+def test_a_model_that_came_from_a_gguf_is_no_quantised_one():
+    model = llama()
+    model.config.quantization_config = {"quant_method": "gguf"}
+    setattr(model, "is_quantized", True)  # noqa: B010 - an attribute that transformers declares nowhere
+    unload_(attach(model, RecoveryConfig()))
+    assert not model.is_quantized and not hasattr(model.config, "quantization_config")  # pyright: ignore

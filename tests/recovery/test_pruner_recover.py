@@ -49,7 +49,7 @@ def test_stages_stand_side_by_side(merged):
     assert pruner.evaluations["control"].perplexity < pruner.evaluations["dense"].perplexity
     assert pruner.evaluations["control"].kl > 0
     heading, *_ = pruner.comparison().splitlines()
-    assert heading.split() == ["dense", "pruned", "recovered", "control", "ratio"]
+    assert heading.split() == ["dense", "pruned", "recovered", "control", "recovered", "/", "dense"]
 
 
 def test_the_control_is_the_dense_model_trained_alike(merged):
@@ -267,3 +267,24 @@ def test_checkpoints_of_both(dense, tmp_path, monkeypatch):
     second = again.recover(config(max_steps=2), control=True, directory=tmp_path / "steps")
     assert first.control is not None and second.control is not None
     assert second.after == first.after and second.control.after == first.control.after
+
+
+def test_control_that_could_learn_nothing(dense):
+    pruner = Pruner.from_pretrained(dense)
+    pruner.prune(CUT)
+    with pytest.raises(InvalidConfig, match="would train the dense model to be what it is"):
+        pruner.recover(config(loss="kl"), control=True)
+
+
+def test_a_second_recovery_takes_the_place_of_an_adapter(dense, caplog):
+    pruner = Pruner.from_pretrained(dense)
+    report = pruner.prune(CUT)
+    assert pruner.recover(config(merge="none")).is_apart
+    assert pruner.recover(config()).kept
+    assert "The adapter of the recovery before is dropped" in caplog.text
+    assert [found.is_apart for found in report.recovery] == [False]
+
+
+def test_a_dict_is_no_config(dense):
+    with pytest.raises(InvalidConfig, match="config must be a RecoveryConfig, got a dict"):
+        Pruner.from_pretrained(dense).recover({"max_steps": 1})  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 from multiprocessing import get_context
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from safetensors import SafetensorError
 
 from optimum_prune.errors import CalibrationError, CheckpointError, InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.pipeline import prune
@@ -386,6 +388,51 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is not empty and holds no checkpoints of a recovery"):
         recover(pruned(), config(), directory=tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "in"):
+        with pytest.raises(CheckpointError, match=r"^Checkpoints cannot be written to .*\. Pass another directory\.$"):
+            recover(pruned(), config(), directory=folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 1}'])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(content, tmp_path):
+    (tmp_path / module.IDENTITY).write_text(content)
+    assert recover(pruned(), config(), directory=tmp_path).steps == 4
+    (tmp_path / module.IDENTITY).write_text(content)  # now there is something to lose
+    with pytest.raises(CheckpointError, match=r"recovery\.json of .* (cannot be read|holds no JSON object)|differ"):
+        recover(pruned(), config(), directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error"), RuntimeError("basic_ios: iostream error")],
+)
+def test_a_disk_that_is_full(error, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(RecoveryTrainer, "_save_checkpoint", full)
+    model = pruned()
+    before = everything(model)
+    with pytest.raises(CheckpointError, match=f"cannot be written or read: .*{error.args[-1]}"):
+        recover(model, config(), directory=tmp_path / "folder")
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("content", [None, b"half"])
+def test_a_best_step_that_is_damaged(content, unbroken, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(unbroken[2], folder)
+    for path in folder.glob("checkpoint-*/adapter_model.safetensors"):
+        path.unlink() if content is None else path.write_bytes(content)
+    model = pruned()
+    before = everything(model)
+    with pytest.raises(CheckpointError, match=r"has no adapter_model|cannot be written or read"):
+        recover(model, config(**LONG), directory=folder)
+    assert_untouched(model, before)
 
 
 # Refusals

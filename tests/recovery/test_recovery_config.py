@@ -29,7 +29,9 @@ FRACTIONS = ("kl_weight", "warmup", "dropout", "held_out")
 def test_integers(name, lowest):
     # where the seeds of NumPy end, which a Trainer sets, too
     for value in (lowest - 1, 1.5, "2", True, *([2**32] if name == "seed" else [])):
-        with pytest.raises(InvalidConfig, match=rf"^{name} must be an integer >= {lowest}( and < 4294967296)?, got {value!r}\.$"):
+        with pytest.raises(
+            InvalidConfig, match=rf"^{name} must be an integer >= {lowest}( and < 4294967296)?, got {value!r}\.$"
+        ):
             RecoveryConfig(**{name: value})
     assert getattr(RecoveryConfig(**{"loss": "kl", name: lowest}), name) == lowest
 

@@ -59,11 +59,11 @@ def test_as_a_table():
     assert str(replace(REPORT, control=CONTROL, warnings=["Beware."])).splitlines() == [
         "recovery: LoRA rank 8, loss lm, 200 steps (best: 180), 800 samples, 40,160 tokens of self (50%), "
         "org/texts (50%)",
-        "  pruned                         held-out loss 3.0000 (perplexity 20.09), KL to the dense model 0.7500",
-        "  with the adapter               held-out loss 2.0000 (perplexity 7.39), KL to the dense model 0.2500",
-        "  merged                         held-out loss 2.5000 (perplexity 12.18), KL to the dense model 0.5000",
-        "  control: dense                 held-out loss 2.5000 (perplexity 12.18)",
-        "  control: dense, trained alike  held-out loss 1.5000 (perplexity 4.48)",
+        "  pruned                held-out loss 3.0000 (perplexity 20.09), KL to the dense model 0.7500",
+        "  with the adapter      held-out loss 2.0000 (perplexity 7.39), KL to the dense model 0.2500",
+        "  merged                held-out loss 2.5000 (perplexity 12.18), KL to the dense model 0.5000",
+        "  dense                 held-out loss 2.5000 (perplexity 12.18)",
+        "  dense, trained alike  held-out loss 1.5000 (perplexity 4.48)",
         "  zeros 5,000 -> 4,000 (merge 'masked')",
         "  took 1.2 s",
         "warning: Beware.",
@@ -84,13 +84,19 @@ def test_no_zeros_no_line():
 
 
 def test_a_loss_beyond_the_range_of_floats():
-    assert describe_losses(Losses(1000.0)) == "held-out loss 1000.0000 (perplexity inf)"
+    assert describe_losses(Losses(1000.0), "KL") == "held-out loss 1000.0000 (perplexity inf)"
+
+
+def test_a_distance_over_some_tokens_is_called_so():
+    some = replace(REPORT, config=REPORT.config | {"teacher_top_k": 8})
+    assert "KL to the dense model (its 8 best tokens) 0.7500" in str(some)
 
 
 def test_the_record_in_a_config():
     assert REPORT.record() == {
         "config": REPORT.config,
         "data": DATA,
+        "control": False,
         "steps": 200,
         "held_out_loss": {"before": 3.0, "after": 2.5},
     }

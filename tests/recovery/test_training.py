@@ -164,7 +164,10 @@ def test_what_the_best_step_depends_on_is_refused(name):
     [
         ({"fsdp": True}, r"^trainer_options are refused by the Trainer: "),  # there is one process
         ({"report_to": "no_such_tracker"}, r"^trainer_options are refused by the Trainer: no_such_tracker"),
-        ({"use_liger_kernel": True}, r"^trainer_options are refused by the Trainer: use_liger_kernel changes the model"),
+        (
+            {"use_liger_kernel": True},
+            r"^trainer_options are refused by the Trainer: use_liger_kernel changes the model",
+        ),
         ({"push_to_hub": True}, r"^trainer_options cannot set push_to_hub; say it by Pruner\.push_to_hub\(\)\.$"),
         ({"max_grad_norm": "1"}, r"^trainer_options\['max_grad_norm'\] must be a number, got '1'\.$"),
         ({"logging_steps": True}, r"^trainer_options\['logging_steps'\] must be a number, got True\.$"),
