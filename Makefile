@@ -15,8 +15,8 @@ help: ## show this list
 demo: $(READY) ## prune a real model, save it, reload it, measure it
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## run the tests
-	$(BIN)/python -m pytest
+test: $(READY) ## run the tests, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY) ## lint, formatting, types
 	$(BIN)/ruff check

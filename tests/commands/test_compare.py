@@ -7,6 +7,7 @@ import pytest
 
 from optimum_prune import registry
 from optimum_prune.comparing import running
+from optimum_prune.plots import style
 from tests.models import llama
 from tests.processes import answer, complaint
 from tests.words import tokenizer
@@ -124,7 +125,7 @@ def test_mistakes(arguments, message, refused):
 
 
 def test_plots_need_their_package(refused, monkeypatch):
-    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    monkeypatch.setattr(style, "find_spec", lambda name: None)
     message = "Plots need the package 'matplotlib': pip install 'optimum-prune[plots]'."
     assert refused("--scorers", "random", "--sparsity", 0.5) == message
 

@@ -97,7 +97,7 @@ def test_run(dense, call_cli, hub, tmp_path):
     output = tmp_path / "output"
     code, stdout, _ = call_cli("run", "--model", dense, "--output", output, *RUN, "--push-to-hub", "it", "--private")
     assert code == 0
-    assert stdout.endswith(f"Saved to {output} (stock)\nUploaded to {hub.url}/me/it\n")
+    assert stdout.endswith(f"Saved to {output} (compact)\nUploaded to {hub.url}/me/it\n")
     repository = hub.repositories["me/it"]
     assert repository.private
     assert repository.files()["config.json"] == (output / "config.json").read_bytes()
@@ -115,7 +115,7 @@ def test_run_whose_upload_fails_is_not_lost(dense, call_cli, hub, tmp_path):
     output = tmp_path / "output"
     code, stdout, stderr = call_cli("run", "--model", dense, "--output", output, *RUN, "--push-to-hub", "me/it")
     assert code == 1
-    assert stdout.endswith(f"Saved to {output} (stock)\n")
+    assert stdout.endswith(f"Saved to {output} (compact)\n")
     assert stderr.endswith(
         f"The checkpoint is whole in {output}. To try again: `optimum-cli prune push {output} me/it`\n"
     )
