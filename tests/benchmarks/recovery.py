@@ -9,12 +9,13 @@ from optimum_prune import CalibrationConfig, Pruner, PruningConfig, RecoveryConf
 from optimum_prune.plots.style import COLORS, check_installed, new_figure, png, styled
 from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.sparsity import masks_of
+from tests import lab
 from tests.benchmarks.smollm2 import load_pruner, texts
 
 WINDOWS: dict[str, Any] = {"num_samples": 24, "seq_len": 256}
 STEPS = 40
 PICTURE = Path(__file__).parent / "output" / "recovery.png"
-PARTS = ("structured", "masks")
+PARTS = ("structured", "masks", "trained")
 
 
 def run(parts: Iterable[str] = PARTS) -> None:
@@ -22,7 +23,7 @@ def run(parts: Iterable[str] = PARTS) -> None:
     corpus, calibration, evaluation = texts()
     print(f"{corpus}; LoRA rank 8, {STEPS} steps x 4 x 128 tokens; {WINDOWS}\n")
     for part in parts:
-        {"structured": _structured, "masks": _masks}[part](calibration, evaluation)
+        {"structured": _structured, "masks": _masks, "trained": _trained}[part](calibration, evaluation)
 
 
 def _recovery(calibration: Any, **changes: Any) -> RecoveryConfig:
@@ -92,6 +93,29 @@ def _masks(calibration: Any, evaluation: Any) -> None:
             f"| {_is_2_of_4(pruner)} | {report.after.lm:.5f}, {report.merged.lm:.5f} | {report.seconds:.0f} |",
             flush=True,
         )
+
+
+def _trained(_calibration: Any, _evaluation: Any) -> None:
+    """40 % of the lab's models, which have texts, pairs or pictures of their own."""
+    print("| lab | scorer | dense | pruned | recovered | held-out loss before, after | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    for name in lab.NAMES:
+        lengths: dict[str, Any] = {} if name == "llava" else {"seq_len": 128}
+        data = CalibrationConfig(lab.calibration(name), num_samples=32, **lengths)
+        for scorer in ("ntk", "magnitude"):
+            pruner = Pruner.from_pretrained(lab.folder(name))
+            pruner.prune(
+                PruningConfig(scorer=scorer, sparsity=0.4, allocation="global", compensation="none", calibration=data)
+            )
+            before = pruner.evaluate(lab.evaluation(name), latency=False, num_samples=64, **lengths)
+            training = RecoveryConfig(lab.calibration(name), max_steps=60, batch_size=8, learning_rate=2e-3, **lengths)
+            report = pruner.recover(training)
+            after = pruner.evaluate(lab.evaluation(name), latency=False, num_samples=64, **lengths)
+            print(
+                f"| {name} | {scorer} | {pruner.evaluations['dense'].loss:.3f} | {before.loss:.3f} | {after.loss:.3f} "
+                f"| {report.before.lm:.3f}, {report.after.lm:.3f} | {report.seconds:.0f} |",
+                flush=True,
+            )
 
 
 def _sparsity(pruner: Pruner) -> float:
