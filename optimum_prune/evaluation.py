@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from optimum_prune.calibration.data import CalibrationData
-from optimum_prune.calibration.devices import input_device, moved
+from optimum_prune.calibration.devices import input_device, machine, moved
 from optimum_prune.errors import CalibrationError
 from optimum_prune.measurements import Evaluation
 from optimum_prune.modes import evaluating
@@ -100,7 +100,6 @@ def evaluate_model(
         sequences = _sequences(model, head, data, batch_size, "Evaluation")
         for (labels, states), dense_states in zip(sequences, dense or repeat(None), strict=False):
             measured.append(_sums(head or nn.Identity(), labels, states, dense_states))
-    device = input_device(model)
     perplexity, divergence = _means(measured, with_kl=bool(dense))
     tokens, right = sum(sums.tokens for sums in measured), [sums.right for sums in measured]
     return Evaluation(
@@ -112,10 +111,8 @@ def evaluate_model(
         sequences=len(measured),
         parameters=model.num_parameters(),
         weight_bytes=weight_bytes(model),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        threads=torch.get_num_threads(),
-        dtype=str(model.dtype).removeprefix("torch."),
         data=data.to_dict(),
+        **machine(model),
     )
 
 

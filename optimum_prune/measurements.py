@@ -98,7 +98,7 @@ class Evaluation:
     @property
     def machine(self) -> str:
         """Where it was measured, in general words."""
-        return f"{self.device}, {self.dtype}, CPU threads: {self.threads}"
+        return describe_machine(self.device, self.threads, self.dtype)
 
     def is_alike(self, other: "Evaluation") -> bool:
         """Tell whether both were measured on the same data, by whatever path it was read."""
@@ -125,6 +125,11 @@ class Evaluation:
 
     def __str__(self) -> str:
         return comparison({"dense": self})
+
+
+def describe_machine(device: str, threads: int, dtype: str) -> str:
+    """Word what `calibration.devices.machine` returns."""
+    return f"{device}, {dtype}, CPU threads: {threads}"
 
 
 def check_evaluation(dataset: object, selection: str = "none") -> None:

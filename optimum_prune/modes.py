@@ -22,11 +22,17 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and no parameter that requires a gradient, for a while."""
-    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with evaluating(model):
-        try:
-            model.requires_grad_(False)
-            yield
-        finally:
-            for parameter in required:
-                parameter.requires_grad_(True)
+    with evaluating(model), keeping_requires_grad(model):
+        model.requires_grad_(False)
+        yield
+
+
+@contextmanager
+def keeping_requires_grad(model: nn.Module) -> Iterator[None]:
+    """Whatever happens for a while, the parameters of now require a gradient, or none, as before."""
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in required:
+            parameter.requires_grad_(requires_grad)

@@ -53,6 +53,12 @@ class Config:
             if name not in names:
                 raise InvalidConfig(unknown(f"{cls.__name__} field", name, names))
 
+    @classmethod
+    def check_type(cls, config: object) -> None:
+        """Refuse what is no such config; a mapping of its fields is none."""
+        if not isinstance(config, cls):
+            raise InvalidConfig(f"config must be a {cls.__name__}, got a {type(config).__name__}.")
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; data held in memory is described, never copied."""
         return {"version": VERSION} | {declared.name: getattr(self, declared.name) for declared in fields(self)}

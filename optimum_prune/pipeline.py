@@ -62,8 +62,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         PruningError: one of its kinds; says what to do.
     """
     start = time.perf_counter()
-    if not isinstance(config, PruningConfig):
-        raise InvalidConfig(f"config must be a PruningConfig, got a {type(config).__name__}.")
+    PruningConfig.check_type(config)
     earlier: dict[str, Any] = getattr(model.config, "pruning_config", None) or {}
     scorer = load_scorer(config)
     targets = FIND_TARGETS[config.kind](model, config, scorer)

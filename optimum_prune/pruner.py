@@ -91,9 +91,8 @@ class Pruner:
         if pruner.report is None:
             pruner.report, pruner.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
         apart = pruner.report is not None and any(found.is_apart for found in pruner.report.recovery)
-        folder = TemporaryDirectory(prefix="optimum-prune-")
-        if (apart or source is not None) and copy_adapter(name_or_path, folder.name, **where):
-            pruner._adapter, pruner._recovered = folder, True
+        if (apart or source is not None) and (adapter := copy_adapter(name_or_path, **where)):
+            pruner._adapter, pruner._recovered = adapter, True
         return pruner
 
     @property
@@ -175,8 +174,7 @@ class Pruner:
         from optimum_prune.recovery.recover import recover  # here, because it brings the Trainer
 
         config = RecoveryConfig() if config is None else config
-        if not isinstance(config, RecoveryConfig):
-            raise InvalidConfig(f"config must be a RecoveryConfig, got a {type(config).__name__}.")
+        RecoveryConfig.check_type(config)
         self._notice_changes()
         load_dense = self._dense_loader(dense)
         if control and load_dense is None:

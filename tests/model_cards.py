@@ -12,13 +12,13 @@ from typing import Any
 
 from safetensors import safe_open
 
-from optimum_prune.config import without_paths
 from optimum_prune.integrations.card import inherited_metadata, model_card
+from optimum_prune.integrations.hub import published
 from optimum_prune.integrations.layouts import PICTURES
 from optimum_prune.integrations.loading import REPORT
 from optimum_prune.measurements import Evaluation
 from optimum_prune.recovery.adapter import FOLDER, is_adapter
-from optimum_prune.report import PruningReport, is_hub_id
+from optimum_prune.report import PruningReport
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 FACTS = "card.json"
@@ -29,9 +29,7 @@ def copy(saved: Path, folder: Path) -> None:
     """Copy what the card of a saved checkpoint is made of, without paths of this machine, and write the card."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    report = without_paths(json.loads((saved / REPORT).read_text(encoding="utf-8")))
-    if not is_hub_id(report.get("base_model") or ""):
-        report["base_model"] = None
+    report = published(json.loads((saved / REPORT).read_text(encoding="utf-8")))
     (folder / REPORT).write_text(json.dumps(report) + "\n", encoding="utf-8")
     if (saved / PICTURES).exists():
         shutil.copytree(saved / PICTURES, folder / PICTURES)

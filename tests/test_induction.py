@@ -15,7 +15,8 @@ from optimum_prune import CalibrationConfig, InductionConfig, Pruner, PruningCon
 from optimum_prune.biases import add_, has_bias
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.calibration.samples import CalibrationData
-from optimum_prune.commands.flags import OneLineParser, add_configs, read_config
+from optimum_prune.commands.command import OneLineParser
+from optimum_prune.commands.flags import add_configs, read_config
 from optimum_prune.comparing.naming import named
 from optimum_prune.errors import CalibrationError, InvalidConfig, PruningError
 from optimum_prune.induction import Gain, split

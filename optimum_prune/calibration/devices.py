@@ -1,6 +1,7 @@
 """Where a model wants its inputs."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ def input_device(model: PreTrainedModel) -> torch.device:
     """
     # Where all weights are offloaded, any device will do: the hooks that hold them move what they are given.
     return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
+
+
+def machine(model: PreTrainedModel) -> dict[str, Any]:
+    """Return where a model runs, in general words: `device` ("cpu", or the model of the GPU), `threads`, `dtype`."""
+    device = input_device(model)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
 
 
 def moved(batch: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:

@@ -75,11 +75,11 @@ class CalibrationData:
         """
         for first in range(0, len(self.samples), batch_size):
             rows = slice(first, first + batch_size)
-            batch = _padded(self.samples[rows], pad_token_id)
+            batch = padded(self.samples[rows], pad_token_id)
             if self.targets is not None:
                 begin = torch.tensor([self.start])
                 shifted = [torch.cat([begin, target[:-1]]) for target in self.targets[rows]]
-                batch |= {f"decoder_{name}": ids for name, ids in _padded(shifted, pad_token_id).items()}
+                batch |= {f"decoder_{name}": ids for name, ids in padded(shifted, pad_token_id).items()}
             if self.images is not None:
                 batch["pixel_values"] = torch.cat(self.images[rows])
             yield batch
@@ -150,7 +150,8 @@ class CalibrationData:
         return described
 
 
-def _padded(rows: list[Tensor], pad_token_id: int) -> dict[str, Tensor]:
+def padded(rows: list[Tensor], pad_token_id: int) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask`, `(B, T) int64`, of rows `(T_i,) int64`, padded on the right."""
     return {
         "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad_token_id),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),

@@ -4,14 +4,14 @@ import argparse
 from pathlib import Path
 
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.base import CommandInfo
 
+from optimum_prune.commands.command import Command
 from optimum_prune.commands.flags import (
     CALIBRATION,
     add_configs,
     add_evaluation,
     add_model,
-    attempt,
     evaluation_options,
     given_fields,
     loading_options,
@@ -22,12 +22,10 @@ from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import check_evaluation
 
 
-class CompareCommand(BaseOptimumCLICommand):
+class CompareCommand(Command):
     """`optimum-cli prune compare`: try every setting on one model, write a table and a picture; save no model."""
 
     COMMAND = CommandInfo("compare", help="Try several scorers or settings, and measure each.")
-    parser: argparse.ArgumentParser
-    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -48,30 +46,27 @@ class CompareCommand(BaseOptimumCLICommand):
         add_evaluation(parser, required=True)
         add_configs(parser)
 
-    def run(self) -> None:
+    @staticmethod
+    def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
-        attempt(_compare, self.args, self.parser)
+        settings = _settings(args)
+        check_evaluation(args.evaluate)
 
+        from optimum_prune.calibration.sources import open_source
+        from optimum_prune.comparing.running import check_directory
+        from optimum_prune.comparing.trials import check_draw, prepare
+        from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.pruner import Pruner  # here, because it brings torch
 
-def _compare(args: argparse.Namespace) -> None:
-    settings = _settings(args)
-    check_evaluation(args.evaluate)
-
-    from optimum_prune.calibration.sources import open_source
-    from optimum_prune.comparing.running import check_directory
-    from optimum_prune.comparing.trials import check_draw, prepare
-    from optimum_prune.integrations.loading import load_skeleton
-    from optimum_prune.pruner import Pruner  # here, because it brings torch
-
-    loading, options = loading_options(args), evaluation_options(args, next(iter(settings.values())).calibration)
-    # Refuse what cannot be before the model is loaded.
-    open_source(CalibrationConfig(args.evaluate, **options))
-    skeleton = load_skeleton(args.model, **loading)
-    check_draw(skeleton, prepare(skeleton, settings, args.sparsities, skeleton=True))
-    check_directory(args.output)
-    pruner = Pruner.from_pretrained(args.model, **loading)
-    print(pruner.compare(settings, args.evaluate, args.sparsities, args.output, **options))
-    print(f"Saved to {args.output}")
+        loading, options = loading_options(args), evaluation_options(args, next(iter(settings.values())).calibration)
+        # Refuse what cannot be before the model is loaded.
+        open_source(CalibrationConfig(args.evaluate, **options))
+        skeleton = load_skeleton(args.model, **loading)
+        check_draw(skeleton, prepare(skeleton, settings, args.sparsities, skeleton=True))
+        check_directory(args.output)
+        pruner = Pruner.from_pretrained(args.model, **loading)
+        print(pruner.compare(settings, args.evaluate, args.sparsities, args.output, **options))
+        print(f"Saved to {args.output}")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, PruningConfig]:

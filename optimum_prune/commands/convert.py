@@ -4,19 +4,18 @@ import argparse
 from pathlib import Path
 
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.base import CommandInfo
 
-from optimum_prune.commands.flags import add_layout, add_storage, attempt
-from optimum_prune.commands.output import check_output
+from optimum_prune.commands.command import Command
+from optimum_prune.commands.flags import add_layout, add_storage
+from optimum_prune.commands.output import check_output, save
 from optimum_prune.errors import InvalidConfig
 
 
-class ConvertCommand(BaseOptimumCLICommand):
+class ConvertCommand(Command):
     """`optimum-cli prune convert`: load what was pruned, and save it otherwise, with its report and a new card."""
 
     COMMAND = CommandInfo("convert", help="Write a pruned model in another layout.")
-    parser: argparse.ArgumentParser
-    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -27,38 +26,28 @@ class ConvertCommand(BaseOptimumCLICommand):
         add_layout(parser)
         add_storage(parser)
 
-    def run(self) -> None:
+    @staticmethod
+    def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
-        attempt(_convert, self.args, self.parser)
+        check_output(args.output, args.model)
 
+        from optimum_prune.integrations.card import inherited_metadata
+        from optimum_prune.integrations.layouts import check_choice, check_stock
+        from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.pruner import Pruner  # here, because it brings torch
 
-def _convert(args: argparse.Namespace) -> None:
-    check_output(args.output, args.model)
-
-    from optimum_prune.integrations.card import inherited_metadata
-    from optimum_prune.integrations.layouts import check_choice, check_stock
-    from optimum_prune.integrations.loading import load_skeleton
-    from optimum_prune.pruner import Pruner  # here, because it brings torch
-
-    check_choice(args.layout, args.storage)
-    # Refuse what cannot be before the weights are read.
-    skeleton = load_skeleton(args.model)
-    record = getattr(skeleton.config, "pruning_config", None)
-    if record is None:
-        raise InvalidConfig(
-            f"{args.model} holds no pruned model (its config.json has no pruning_config), so there is nothing to "
-            "convert. Prune it first: optimum-cli prune run."
-        )
-    if args.layout == "stock" and record.get("layout") != "padded":  # how wide that is, only the weights tell
-        check_stock(skeleton, args.class_switch)
-    pruner = Pruner.from_pretrained(args.model)
-    if args.layout != "padded":
-        pruner.unpad()
-    layout = pruner.save_pretrained(
-        args.output,
-        layout=args.layout,
-        storage=args.storage,
-        class_switch=args.class_switch,
-        card_data=inherited_metadata(args.model),
-    )
-    print(f"Saved to {args.output} ({layout})")
+        check_choice(args.layout, args.storage)
+        # Refuse what cannot be before the weights are read.
+        skeleton = load_skeleton(args.model)
+        record = getattr(skeleton.config, "pruning_config", None)
+        if record is None:
+            raise InvalidConfig(
+                f"{args.model} holds no pruned model (its config.json has no pruning_config), so there is nothing to "
+                "convert. Prune it first: optimum-cli prune run."
+            )
+        if args.layout == "stock" and record.get("layout") != "padded":  # how wide that is, only the weights tell
+            check_stock(skeleton, args.class_switch)
+        pruner = Pruner.from_pretrained(args.model)
+        if args.layout != "padded":
+            pruner.unpad()
+        save(pruner, args, card_data=inherited_metadata(args.model))

@@ -1,21 +1,15 @@
-"""What the commands share: flags that are the fields of the configurations, and errors in one line."""
+"""What the commands share: flags, those that are fields of the configurations above all."""
 
 import argparse
-import io
-import logging
-import os
-import sys
 import typing
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import Field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from optimum_prune import registry
 from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
-from optimum_prune.errors import InvalidConfig, PruningError, PublishError
+from optimum_prune.errors import InvalidConfig
 from optimum_prune.measurements import check_evaluation
 from optimum_prune.options import read_recipe
 from optimum_prune.recovery.config import RecoveryConfig
@@ -25,26 +19,6 @@ INDUCTION = "induction_"  # and of InductionConfig
 RECOVERY_SECTION = "recovery"  # key of a recipe that holds the fields of RecoveryConfig
 EVALUATION = "evaluate_"  # prefix of the flags that say the same of the evaluation data
 LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
-CLOSED = 141  # what shells report of a program that wrote to nobody
-INTERRUPTED = 130  # what shells report of a program that ended by Ctrl-C
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaint about a user's mistake is one line, without the page of usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2."""
-        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown flags with the nearest one; the root parser would refuse them with its own usage."""
-        namespace, foreign = super().parse_known_args(args, namespace)
-        if foreign:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            nearest = get_close_matches(foreign[0].partition("=")[0], flags, n=1)
-            suggestion = f". Did you mean {nearest[0]}?" if nearest else ""
-            self.error(f"unrecognized arguments: {' '.join(foreign)}{suggestion}")
-        return namespace, foreign
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -137,35 +111,6 @@ def add_configs(parser: argparse.ArgumentParser) -> None:
     add_fields(induction, InductionConfig, prefix=INDUCTION)
 
 
-def attempt(
-    command: Callable[[argparse.Namespace], None], args: argparse.Namespace, parser: argparse.ArgumentParser
-) -> None:
-    """Do what was asked; a user's mistake ends in one line and exit code 2, an upload that fails in code 1."""
-    _warn_plainly()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may have what the terminal has not
-    try:
-        command(args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # whoever read has enough (`| head`); at exit, Python would try to write the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        parser.exit(CLOSED)
-    except PublishError as error:
-        parser.exit(1, f"{parser.prog}: error: {printable(' '.join(str(error).split()))}\n")
-    except PruningError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        parser.exit(INTERRUPTED, "\nInterrupted.\n")  # below what is left of a progress bar
-
-
-def printable(text: str) -> str:
-    """Escape what a stranger may have written to move the cursor or rename the window; lines stay lines."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
-    )
-
-
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return what was given of the flags that go to `from_pretrained`."""
     return {name: value for name in LOADING if (value := getattr(args, name, None)) is not None}
@@ -182,14 +127,6 @@ def read_config(args: argparse.Namespace) -> PruningConfig:
         induction = replace(InductionConfig.from_dict(induction or {}), **given)
     parts = {"calibration": calibration, "induction": induction}
     return PruningConfig.from_dict({**recipe, **given_fields(args, PruningConfig), **parts})
-
-
-def _warn_plainly() -> None:
-    """Show warnings as plain lines, as log messages are already, and only those that a user can act upon."""
-    warnings.formatwarning = lambda message, *_: f"{message}\n"  # the line of a file says nothing in a shell
-    warnings.simplefilter("ignore", FutureWarning)  # of other libraries, for those who program with them
-    # transformers warns of looks at a count that the layers no longer have in common, and takes them itself
-    logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
 
 
 def add_fields(group: Any, config: type, prefix: str = "", without: Sequence[str] = ()) -> None:

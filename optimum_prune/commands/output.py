@@ -1,7 +1,9 @@
 """Where the commands write to: what must not be replaced, or cannot."""
 
+import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from optimum_prune.errors import InvalidConfig
 
@@ -27,3 +29,15 @@ def check_output(output: Path, model: str) -> None:
             pass  # the only answer that holds on every file system
     except OSError as error:
         raise InvalidConfig(f"{name} cannot be written: {error.strerror}.") from error
+
+
+def save(pruner: Any, args: argparse.Namespace, **more: Any) -> None:
+    """Save as the flags say, and say where and how.
+
+    Args:
+        pruner: holds the model.
+        args: of a command with `--output`, and the flags of `add_layout` and `add_storage`.
+        more: for `Pruner.save_pretrained`.
+    """
+    how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
+    print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how, **more)})")

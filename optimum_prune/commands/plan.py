@@ -5,18 +5,17 @@ import json
 from pathlib import Path
 
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.base import CommandInfo
 
-from optimum_prune.commands.flags import add_configs, add_model, add_recipe, attempt, loading_options, read_config
+from optimum_prune.commands.command import Command
+from optimum_prune.commands.flags import add_configs, add_model, add_recipe, loading_options, read_config
 from optimum_prune.errors import InvalidConfig
 
 
-class PlanCommand(BaseOptimumCLICommand):
+class PlanCommand(Command):
     """`optimum-cli prune plan`: print what `run` would do with the same flags, and refuse what it would refuse."""
 
     COMMAND = CommandInfo("plan", help="Show what pruning would keep and save, without loading the model.")
-    parser: argparse.ArgumentParser
-    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -34,22 +33,21 @@ class PlanCommand(BaseOptimumCLICommand):
         add("--json", type=Path, metavar="FILE", help="write the plan to this file, too")
         add_configs(parser)
 
-    def run(self) -> None:
+    @staticmethod
+    def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
-        attempt(_plan, self.args, self.parser)
+        config = read_config(args)
 
+        from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.planning.planner import make_plan  # here, because it brings torch
 
-def _plan(args: argparse.Namespace) -> None:
-    config = read_config(args)
-
-    from optimum_prune.integrations.loading import load_skeleton
-    from optimum_prune.planning.planner import make_plan  # here, because it brings torch
-
-    plan = make_plan(load_skeleton(args.model, **loading_options(args)), config, args.tensor_parallel, skeleton=True)
-    plan.check_layout(args.layout, args.class_switch)
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidConfig(f"--json {str(args.json)!r} cannot be written: {error.strerror}.") from error
-    print(plan)
+        plan = make_plan(
+            load_skeleton(args.model, **loading_options(args)), config, args.tensor_parallel, skeleton=True
+        )
+        plan.check_layout(args.layout, args.class_switch)
+        if args.json is not None:
+            try:
+                args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise InvalidConfig(f"--json {str(args.json)!r} cannot be written: {error.strerror}.") from error
+        print(plan)

@@ -7,22 +7,21 @@ from typing import Any
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from optimum_prune.commands.command import Command, OneLineParser
 from optimum_prune.commands.compare import CompareCommand
 from optimum_prune.commands.convert import ConvertCommand
 from optimum_prune.commands.flags import (
-    OneLineParser,
     add_configs,
     add_evaluation,
     add_model,
     add_recipe,
     add_storage,
-    attempt,
     check_evaluation_flags,
     evaluation_options,
     loading_options,
     read_config,
 )
-from optimum_prune.commands.output import check_output
+from optimum_prune.commands.output import check_output, save
 from optimum_prune.commands.plan import PlanCommand
 from optimum_prune.commands.push import PushCommand, add_publishing, destination
 from optimum_prune.commands.recover import RecoverCommand, add_recovery, check_apart, check_dense, read_recovery
@@ -30,12 +29,10 @@ from optimum_prune.commands.report import ReportCommand
 from optimum_prune.config import CalibrationConfig
 
 
-class RunCommand(BaseOptimumCLICommand):
+class RunCommand(Command):
     """`optimum-cli prune run`: load, prune, evaluate if asked, save."""
 
     COMMAND = CommandInfo("run", help="Prune a model and save it.")
-    parser: argparse.ArgumentParser
-    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +47,59 @@ class RunCommand(BaseOptimumCLICommand):
         add_configs(parser)
         add_recovery(parser)
 
-    def run(self) -> None:
+    @staticmethod
+    def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
-        attempt(_run, self.args, self.parser)
+        config = read_config(args)
+        check_output(args.output, args.model)
+        check_evaluation_flags(args)
+        measured = evaluation_options(args, config.calibration)
+        recovery = read_recovery(args)
+        to = destination(args)
+
+        from optimum_prune.calibration.sources import open_source
+        from optimum_prune.integrations.hub import prepare, upload
+        from optimum_prune.integrations.layouts import check_choice
+        from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.planning.planner import make_plan
+        from optimum_prune.pruner import Pruner  # here, because it brings torch
+        from optimum_prune.recovery.recover import check_directory, check_recovery
+
+        loading = loading_options(args)
+        # Refuse what cannot be before hours of work, not after.
+        check_choice(args.layout, args.storage)
+        if args.evaluate is not None:
+            open_source(CalibrationConfig(args.evaluate, **measured))
+        skeleton = load_skeleton(args.model, **loading)
+        make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
+        if recovery is not None:
+            if getattr(skeleton.config, "pruning_config", None) is not None:
+                how = "Prune first, then use `optimum-cli prune recover` with --dense MODEL."
+                check_dense(recovery, args.recover_control, how)
+            check_apart(recovery, args.layout)
+            check_recovery(skeleton, recovery, calibration=config.calibration.source)
+            if args.recover_directory is not None:
+                check_directory(args.recover_directory)
+        if to is not None:
+            to = prepare(to)
+        pruner = Pruner.from_pretrained(args.model, **loading)
+        report = pruner.prune(config)
+
+        try:
+            print(report)
+            if args.evaluate is not None:
+                pruner.evaluate(args.evaluate, **measured)
+            if recovery is not None:
+                save(pruner, args)  # what is pruned is not lost in hours of training
+                print(pruner.recover(recovery, control=args.recover_control, directory=args.recover_directory))
+                if args.evaluate is not None:
+                    pruner.evaluate(args.evaluate, **measured)
+            if args.evaluate is not None:
+                print(pruner.comparison())
+        finally:  # an evaluation that fails must not cost the pruned model
+            save(pruner, args)
+        if to is not None:
+            print(f"Uploaded to {upload(args.output, to)}")
 
 
 class PruneCommand(BaseOptimumCLICommand):
@@ -78,60 +125,3 @@ class PruneCommand(BaseOptimumCLICommand):
         if not hasattr(self, "_subparsers"):
             self._subparsers = self.parser.add_subparsers(parser_class=OneLineParser)
         return self._subparsers
-
-
-def _run(args: argparse.Namespace) -> None:
-    config = read_config(args)
-    check_output(args.output, args.model)
-    check_evaluation_flags(args)
-    measured = evaluation_options(args, config.calibration)
-    recovery = read_recovery(args)
-    to = destination(args)
-
-    from optimum_prune.calibration.sources import open_source
-    from optimum_prune.integrations.hub import prepare, upload
-    from optimum_prune.integrations.layouts import check_choice
-    from optimum_prune.integrations.loading import load_skeleton
-    from optimum_prune.planning.planner import make_plan
-    from optimum_prune.pruner import Pruner  # here, because it brings torch
-    from optimum_prune.recovery.recover import check_directory, check_recovery
-
-    loading = loading_options(args)
-    # Refuse what cannot be before hours of work, not after.
-    check_choice(args.layout, args.storage)
-    if args.evaluate is not None:
-        open_source(CalibrationConfig(args.evaluate, **measured))
-    skeleton = load_skeleton(args.model, **loading)
-    make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
-    if recovery is not None:
-        if getattr(skeleton.config, "pruning_config", None) is not None:
-            how = "Prune first, then use `optimum-cli prune recover` with --dense MODEL."
-            check_dense(recovery, args.recover_control, how)
-        check_apart(recovery, args.layout)
-        check_recovery(skeleton, recovery, calibration=config.calibration.source)
-        if args.recover_directory is not None:
-            check_directory(args.recover_directory)
-    if to is not None:
-        to = prepare(to)
-    pruner = Pruner.from_pretrained(args.model, **loading)
-    report = pruner.prune(config)
-
-    def save() -> None:
-        how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
-        print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how)})")
-
-    try:
-        print(report)
-        if args.evaluate is not None:
-            pruner.evaluate(args.evaluate, **measured)
-        if recovery is not None:
-            save()  # what is pruned is not lost in hours of training
-            print(pruner.recover(recovery, control=args.recover_control, directory=args.recover_directory))
-            if args.evaluate is not None:
-                pruner.evaluate(args.evaluate, **measured)
-        if args.evaluate is not None:
-            print(pruner.comparison())
-    finally:  # an evaluation that fails must not cost the pruned model
-        save()
-    if to is not None:
-        print(f"Uploaded to {upload(args.output, to)}")

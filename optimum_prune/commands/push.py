@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.base import CommandInfo
 
-from optimum_prune.commands.flags import attempt
+from optimum_prune.commands.command import Command
 from optimum_prune.errors import InvalidConfig
 
 HUB = "hub_"  # prefix of the flags of `run`, which would not speak of the Hub without it
@@ -20,12 +20,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Field of a `Destination` -> what argparse is told of its flag."""
 
 
-class PushCommand(BaseOptimumCLICommand):
+class PushCommand(Command):
     """`optimum-cli prune push`: upload a checkpoint that is already saved."""
 
     COMMAND = CommandInfo("push", help="Upload a saved model to the Hub, in place of an older one.")
-    parser: argparse.ArgumentParser
-    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +33,14 @@ class PushCommand(BaseOptimumCLICommand):
         parser.add_argument("repo_id", metavar="REPO_ID", help="repository on the Hub: user/name; made if it is new")
         _add_options(parser)
 
-    def run(self) -> None:
+    @staticmethod
+    def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
-        attempt(_push, self.args, self.parser)
+        from optimum_prune.integrations import hub  # here, because it brings torch
+
+        hub.check_directory(args.directory)
+        to = hub.prepare(hub.Destination(args.repo_id, **_options(args)))
+        print(f"Uploaded to {hub.upload(args.directory, to)}")
 
 
 def add_publishing(parser: argparse.ArgumentParser) -> None:
@@ -63,17 +66,9 @@ def destination(args: argparse.Namespace) -> Any:
             flags = ", ".join(_flag(name, HUB) for name in options)
             raise InvalidConfig(f"{flags} has no meaning without --push-to-hub REPO_ID.")
         return None
-    from optimum_prune.integrations.hub import Destination  # here, because it brings torch
+    from optimum_prune.integrations.hub import Destination  # as above
 
     return Destination(args.push_to_hub, **options)
-
-
-def _push(args: argparse.Namespace) -> None:
-    from optimum_prune.integrations.hub import Destination, check_directory, prepare, upload  # as above
-
-    check_directory(args.directory)
-    to = prepare(Destination(args.repo_id, **_options(args)))
-    print(f"Uploaded to {upload(args.directory, to)}")
 
 
 def _add_options(parser: Any, prefix: str = "") -> None:

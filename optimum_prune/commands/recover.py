@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.base import CommandInfo
 
 from optimum_prune.checks import refuse
+from optimum_prune.commands.command import Command
 from optimum_prune.commands.flags import (
     RECOVERY_SECTION,
     add_evaluation,
@@ -15,13 +16,12 @@ from optimum_prune.commands.flags import (
     add_layout,
     add_model,
     add_storage,
-    attempt,
     check_evaluation_flags,
     evaluation_options,
     given_fields,
     loading_options,
 )
-from optimum_prune.commands.output import check_output
+from optimum_prune.commands.output import check_output, save
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.options import read_recipe
@@ -31,12 +31,10 @@ RECOVERY = "recover_"
 """Prefix of the flags of `run` that are fields of RecoveryConfig."""
 
 
-class RecoverCommand(BaseOptimumCLICommand):
+class RecoverCommand(Command):
     """`optimum-cli prune recover`: train LoRA adapters on a pruned checkpoint, and merge them."""
 
     COMMAND = CommandInfo("recover", help="Train a pruned model by LoRA, zeros and sizes kept, and save it.")
-    parser: argparse.ArgumentParser
-    args: argparse.Namespace
 
     @staticmethod
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +51,49 @@ class RecoverCommand(BaseOptimumCLICommand):
         add_evaluation(parser, required=False)
         add_fields(parser.add_argument_group("recovery"), RecoveryConfig)
 
-    def run(self) -> None:
+    @staticmethod
+    def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
-        attempt(_recover, self.args, self.parser)
+        recipe = read_recipe(args.recipe) if args.recipe else {}
+        config = _merged(recipe.get(RECOVERY_SECTION, recipe), given_fields(args, RecoveryConfig))
+        check_output(args.output, args.model)
+        check_evaluation_flags(args)
+        measured = evaluation_options(args, config)
+        if args.dense is None:
+            check_dense(config, args.control, "Name it by --dense MODEL.")
+
+        from optimum_prune.calibration.sources import open_source
+        from optimum_prune.integrations.layouts import check_choice, check_layout, check_padding
+        from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.pruner import Pruner  # here, because it brings torch
+        from optimum_prune.recovery.recover import check_directory, check_recovery
+        from optimum_prune.recovery.training import check_trainer_options
+
+        loading = loading_options(args)
+        check_choice(args.layout, args.storage)
+        if args.evaluate is not None:
+            open_source(CalibrationConfig(args.evaluate, **measured))
+        skeleton = load_skeleton(args.model, **loading)
+        check_layout(skeleton, args.layout, args.class_switch)
+        check_apart(config, args.layout)
+        if config.dataset is not None:
+            check_recovery(skeleton, config)
+        else:  # which data that is, the report of the checkpoint says
+            check_trainer_options(config.trainer_options)
+        if args.dense is not None:
+            load_skeleton(args.dense)
+        if args.directory is not None:
+            check_directory(args.directory)
+        pruner = Pruner.from_pretrained(args.model, **loading)
+        check_padding(pruner.model, args.storage)
+        report = pruner.recover(config, control=args.control, dense=args.dense, directory=args.directory)
+        try:
+            print(report)
+            if args.evaluate is not None:
+                pruner.evaluate(args.evaluate, **measured)
+                print(pruner.comparison())
+        finally:  # an evaluation that fails must not cost the trained model
+            save(pruner, args)
 
 
 def add_recovery(parser: argparse.ArgumentParser) -> None:
@@ -140,46 +178,3 @@ def _add_how(parser: Any, prefix: str) -> None:
         metavar="DIR",
         help="folder for checkpoints of the training; a run that was stopped goes on from them",
     )
-
-
-def _recover(args: argparse.Namespace) -> None:
-    recipe = read_recipe(args.recipe) if args.recipe else {}
-    config = _merged(recipe.get(RECOVERY_SECTION, recipe), given_fields(args, RecoveryConfig))
-    check_output(args.output, args.model)
-    check_evaluation_flags(args)
-    measured = evaluation_options(args, config)
-    if args.dense is None:
-        check_dense(config, args.control, "Name it by --dense MODEL.")
-
-    from optimum_prune.calibration.sources import open_source
-    from optimum_prune.integrations.layouts import check_choice, check_layout, check_padding
-    from optimum_prune.integrations.loading import load_skeleton
-    from optimum_prune.pruner import Pruner  # here, because it brings torch
-    from optimum_prune.recovery.recover import check_directory, check_recovery
-    from optimum_prune.recovery.training import check_trainer_options
-
-    loading = loading_options(args)
-    check_choice(args.layout, args.storage)
-    check_trainer_options(config.trainer_options)
-    if args.evaluate is not None:
-        open_source(CalibrationConfig(args.evaluate, **measured))
-    skeleton = load_skeleton(args.model, **loading)
-    check_layout(skeleton, args.layout, args.class_switch)
-    check_apart(config, args.layout)
-    if config.dataset is not None:  # the default depends on the report of the checkpoint
-        check_recovery(skeleton, config)
-    if args.dense is not None:
-        load_skeleton(args.dense)
-    if args.directory is not None:
-        check_directory(args.directory)
-    pruner = Pruner.from_pretrained(args.model, **loading)
-    check_padding(pruner.model, args.storage)
-    report = pruner.recover(config, control=args.control, dense=args.dense, directory=args.directory)
-    try:
-        print(report)
-        if args.evaluate is not None:
-            pruner.evaluate(args.evaluate, **measured)
-            print(pruner.comparison())
-    finally:  # an evaluation that fails must not cost the trained model
-        how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
-        print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how)})")

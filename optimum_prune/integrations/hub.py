@@ -238,14 +238,17 @@ def _stale(api: HfApi, to: Destination, sent: Collection[str]) -> list[str]:
     return stale
 
 
+def published(report: dict[str, Any]) -> dict[str, Any]:
+    """Return what a report's file says to others: no path of this machine, nor one as the name of the base model."""
+    named = is_hub_id(report.get("base_model") or "")
+    return without_paths(report if named else report | {"base_model": None})
+
+
 def _published(path: Path) -> bytes | Path:
     """Return what is sent of a file: the file; of the report, its content without paths of this machine."""
     if path.name != REPORT:
         return path
-    report = json.loads(path.read_text(encoding="utf-8"))
-    if not is_hub_id(report.get("base_model") or ""):
-        report["base_model"] = None
-    return json.dumps(without_paths(report)).encode() + b"\n"
+    return json.dumps(published(json.loads(path.read_text(encoding="utf-8")))).encode() + b"\n"
 
 
 def _command(directory: Path, to: Destination) -> str:

@@ -180,8 +180,11 @@ def check_stock(model: PreTrainedModel, class_switch: bool = False) -> None:
     Raises:
         InvalidConfig: with the reason, and what would do.
     """
-    reason, other = why_not_stock(model), switched_name(model)
-    if reason is not None and not (class_switch and other):
+    reason = why_not_stock(model)
+    if reason is None:
+        return
+    other = switched_name(model)
+    if not (class_switch and other):
         padded = "" if why_not_padded(model) else "layout='padded', "
         raise InvalidConfig(
             f"layout='stock' is not possible: {reason}. Use {offer(other)}layout='compact', {padded}or prune "

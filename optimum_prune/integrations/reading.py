@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from optimum_prune.errors import CheckpointError, PruningError
@@ -46,23 +47,26 @@ def find_report(
         return None, {}
 
 
-def copy_adapter(name_or_path: str | os.PathLike[str], folder: str | os.PathLike[str], **hub_kwargs: Any) -> bool:
-    """Copy the adapter of a checkpoint, if it has one beside its weights; return whether it has.
+def copy_adapter(name_or_path: str | os.PathLike[str], **hub_kwargs: Any) -> TemporaryDirectory[str] | None:
+    """Copy the adapter of a checkpoint into a folder; None where it has none beside its weights.
 
     Args:
         name_or_path: a local directory, or a Hub id.
-        folder: where to.
         hub_kwargs: those of `HUB_KWARGS`.
 
     Raises:
         CheckpointError: it cannot be reached.
     """
+    paths: list[Path] = []
     for name in FILES:
         path = fetch(name_or_path, f"{FOLDER}/{name}", **hub_kwargs)
         if path is None:
-            return False
-        shutil.copyfile(path, Path(folder, name))
-    return True
+            return None
+        paths.append(path)
+    folder = TemporaryDirectory(prefix="optimum-prune-")
+    for name, path in zip(FILES, paths, strict=True):
+        shutil.copyfile(path, Path(folder.name, name))
+    return folder
 
 
 def _read(

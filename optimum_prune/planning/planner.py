@@ -11,7 +11,6 @@ from optimum_prune.bounds import Range
 from optimum_prune.calibration.refusals import check_calibration
 from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
-from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets
 from optimum_prune.padded import check_unpadded, says_padded
 from optimum_prune.pipeline import FIND_TARGETS, TOLERANCE, difference, image_stack, load_scorer, needs_data
@@ -53,8 +52,7 @@ def make_plan(
     Raises:
         PruningError: whatever the run would refuse before it reads data.
     """
-    if not isinstance(config, PruningConfig):
-        raise InvalidConfig(f"config must be a PruningConfig, got a {type(config).__name__}.")
+    PruningConfig.check_type(config)
     devices = checks.integer(1)("tensor_parallel", tensor_parallel)
     scorer = load_scorer(config)
     targets = FIND_TARGETS[config.kind](model, config, scorer)

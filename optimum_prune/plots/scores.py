@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from optimum_prune.plots.style import KEPT, REMOVED, WIDTH, plain, spread_out
-from optimum_prune.report import GroupReport, PruningReport
+from optimum_prune.report import WEIGHT, GroupReport, PruningReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def draw_scores(figure: "Figure", report: PruningReport) -> None:
 def _kind(group: GroupReport, several: bool) -> str:
     """Name the groups that a group is shown with: of weights, the same linear of all layers."""
     path = group.name.removeprefix(f"{group.stack}.{group.layer}.")
-    kind = path if group.unit == "weight" else group.unit
+    kind = path if group.unit == WEIGHT else group.unit
     return f"{group.stack}\n{kind}" if several else kind
 
 

@@ -10,7 +10,8 @@ from optimum_prune.errors import InvalidConfig
 from optimum_prune.options import Config, option
 
 LOSSES = ("lm", "kl", "mix")
-MERGES = ("masked", "remask", "plain", "none")
+MERGING = ("masked", "remask", "plain")
+MERGES = (*MERGING, "none")
 SCHEDULES = ("constant", "linear", "cosine")
 
 

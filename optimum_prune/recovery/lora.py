@@ -10,14 +10,13 @@ from transformers.utils.logging import tqdm
 
 from optimum_prune.binding import bind, check_prunable, matches, named_linears, select
 from optimum_prune.errors import InvalidConfig, UnsupportedModel, unknown
-from optimum_prune.recovery.config import RecoveryConfig
+from optimum_prune.recovery.config import MERGING, RecoveryConfig
 from optimum_prune.recovery.masked_linear import masked_layer, updated
 from optimum_prune.sizes import forget_file_
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-MERGES = ("masked", "remask", "plain")
 _FROZEN = "_frozen_before"
 """Attribute of a PEFT model: names of the parameters that required no gradient before."""
 
@@ -111,8 +110,8 @@ def merge_(peft_model: "PeftModel", how: str) -> PreTrainedModel:
         InvalidConfig: another `how`.
         UnsupportedModel: an update is not finite. Nothing is changed then.
     """
-    if how not in MERGES:
-        raise InvalidConfig(unknown("merge", how, MERGES))
+    if how not in MERGING:
+        raise InvalidConfig(unknown("merge", how, MERGING))
     updates = _updates(peft_model)
     for name, (_, A, B, _) in updates.items():
         if not (A.isfinite().all() and B.isfinite().all()):

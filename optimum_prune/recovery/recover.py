@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from optimum_prune.binding import named_linears
+from optimum_prune.calibration.devices import machine
 from optimum_prune.calibration.request import model_kind
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import open_source
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.fetching import fetch_json
+from optimum_prune.measurements import describe_machine
 from optimum_prune.recovery.columns import training_columns
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.data import TrainingData, load_training_data
@@ -67,8 +69,7 @@ def recover(
         PruningError: one of its kinds, before anything is trained; says what to do.
     """
     start = time.perf_counter()
-    if not isinstance(config, RecoveryConfig):
-        raise InvalidConfig(f"config must be a RecoveryConfig, got a {type(config).__name__}.")
+    RecoveryConfig.check_type(config)
     check_recovery(model, config, calibration=calibration)
     if config.uses_teacher and dense is None:
         raise InvalidConfig(
@@ -123,7 +124,7 @@ def recover(
         zeros_before=zeros,
         zeros_after=_zeros(model),
         seconds=time.perf_counter() - start,
-        machine=_machine(model),
+        machine=describe_machine(**machine(model)),
     )
     report.warnings = _warnings(report, objective, trained.diverged)
     return report
@@ -306,9 +307,3 @@ def _digest(model: PreTrainedModel) -> str:
 
 def _zeros(model: PreTrainedModel) -> int:
     return sum(int((linear.weight == 0).sum()) for linear in named_linears(model).values())
-
-
-def _machine(model: PreTrainedModel) -> str:
-    device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name}, {str(model.dtype).removeprefix('torch.')}, CPU threads: {torch.get_num_threads()}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from optimum_prune.calibration.samples import padded
 from optimum_prune.objectives import IGNORED
 
 Features = dict[str, Tensor]
@@ -45,12 +46,9 @@ class TrainingData:
             behind `start`, as the model itself makes them. With images also `pixel_values`, `(sum of n, C, H, W)
             float32`.
         """
-        ids = [sample["input_ids"] for sample in features]
-        batch = {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
-            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-            "labels": pad_sequence([sample["labels"] for sample in features], batch_first=True, padding_value=IGNORED),
-        }
+        batch = padded([sample["input_ids"] for sample in features], self.pad_token_id)
+        labels = [sample["labels"] for sample in features]
+        batch["labels"] = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
         if self.start is not None:
             before = batch["labels"].roll(1, dims=1)
             before[:, 0] = self.start

@@ -19,6 +19,7 @@ from transformers.utils.logging import tqdm
 
 from optimum_prune.checks import refuse
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
+from optimum_prune.recovery.adapter import WEIGHTS
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.objective import Collate, Objective
 
@@ -57,8 +58,6 @@ FIXED = (
 """Fields of TrainingArguments on which keeping the best step depends."""
 STATE = "trainer_state.json"
 """File of a checkpoint that a Trainer writes last."""
-ADAPTER = "adapter_model.safetensors"
-"""File of a checkpoint that holds the adapter."""
 LOGS = 50
 """Points of the loss curve."""
 
@@ -300,8 +299,8 @@ def _finished(checkpoint: Path) -> TrainerState | None:
 
 
 def _load_adapter(adapted: Any, checkpoint: Path) -> None:
-    if not (checkpoint / ADAPTER).is_file():  # PEFT would look for it on the Hub
-        raise CheckpointError(f"{checkpoint} has no {ADAPTER} any more. Delete the folder that it is in to begin anew.")
+    if not (checkpoint / WEIGHTS).is_file():  # PEFT would look for it on the Hub
+        raise CheckpointError(f"{checkpoint} has no {WEIGHTS} any more. Delete the folder that it is in to begin anew.")
     adapted.load_adapter(str(checkpoint), adapted.active_adapter)
 
 

@@ -1,6 +1,7 @@
 """Recovery by LoRA: what it gives, beside the dense model trained alike; and what keeping zeros costs."""
 
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,53 @@ from optimum_prune.plots.style import COLORS, check_installed, new_figure, png, 
 from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.sparsity import masks_of
 from tests import lab
-from tests.benchmarks.smollm2 import load_pruner, texts
+from tests.benchmarks.smollm2 import load_pruner, manual, texts
 
 WINDOWS: dict[str, Any] = {"num_samples": 24, "seq_len": 256}
 STEPS = 40
 PICTURE = Path(__file__).parent / "output" / "recovery.png"
 PARTS = ("structured", "masks", "trained")
+TRAININGS: dict[str, dict[str, Any]] = {
+    "cross-entropy": {},
+    "KL": {"loss": "kl"},
+    "cross-entropy, half of it written by the dense model": {"dataset": None},
+    "KL, half of it written by the dense model": {"dataset": None, "loss": "kl"},
+    "cross-entropy, learning rate 2e-4": {"learning_rate": 2e-4},
+    "cross-entropy, learning rate 1e-3": {"learning_rate": 1e-3},
+}
+CONTROLLED = tuple(TRAININGS)[0:3:2]
+"""With the dense model trained alike; towards itself it cannot be."""
 
 
 def run(parts: Iterable[str] = PARTS) -> None:
     """Print a table for each part, and draw the curves of the first."""
     corpus, calibration, evaluation = texts()
-    print(f"{corpus}; LoRA rank 8, {STEPS} steps x 4 x 128 tokens; {WINDOWS}\n")
+    print(
+        f"{corpus}; LoRA rank 8, {STEPS} steps x 4 x 128 tokens; {WINDOWS}; a / b: on its test split / on other text\n"
+    )
     for part in parts:
         {"structured": _structured, "masks": _masks, "trained": _trained}[part](calibration, evaluation)
 
 
 def _recovery(calibration: Any, **changes: Any) -> RecoveryConfig:
-    return RecoveryConfig(dataset=calibration, max_steps=STEPS, batch_size=4, seq_len=128, **changes)
+    return RecoveryConfig(**{"dataset": calibration} | changes, max_steps=STEPS, batch_size=4, seq_len=128)
+
+
+def _perplexities(pruner: Pruner, evaluation: Any) -> dict[str, tuple[float, float]]:
+    """Return the perplexity of every stage: on text like that of the training, and on other text."""
+    found: dict[str, list[float]] = {}
+    for text in (evaluation, manual()):
+        pruner.evaluate(text, latency=False, **WINDOWS)
+        for stage, measured in pruner.evaluations.items():
+            found.setdefault(stage, []).append(measured.perplexity)
+    return {stage: (own, other) for stage, (own, other) in found.items()}
 
 
 def _structured(calibration: Any, evaluation: Any) -> None:
     """20 % by two scorers: the loss of the text, and the distance to what the dense model predicts."""
     check_installed()
-    print("| 20 % structured | pruned | training | recovered | dense, trained alike | minutes |")
-    print("|---|---|---|---|---|---|")
     curves: dict[str, RecoveryReport] = {}
-    for scorer in ("ntk", "magnitude"):
+    for scorer, trainings in {"ntk": TRAININGS, "magnitude": {"cross-entropy": TRAININGS["cross-entropy"]}}.items():
         config = PruningConfig(
             scorer=scorer,
             sparsity=0.2,
@@ -44,24 +65,31 @@ def _structured(calibration: Any, evaluation: Any) -> None:
             compensation="none",
             calibration=CalibrationConfig(calibration, num_samples=32, seq_len=128),
         )
-        for loss in ("lm", "kl") if scorer == "ntk" else ("lm",):
+        for number, (name, changes) in enumerate(trainings.items()):
             pruner = load_pruner()
             pruner.prune(config)
-            before = pruner.evaluate(evaluation, latency=False, **WINDOWS)
-            control = (scorer, loss) == ("ntk", "lm")
-            report = pruner.recover(_recovery(calibration, loss=loss), control=control)
-            after = pruner.evaluate(evaluation, latency=False, **WINDOWS)
-            alike = f"{pruner.evaluations['control'].perplexity:.1f}" if control else "-"
-            dense = pruner.evaluations["dense"].perplexity
+            if number == 0:
+                found = _perplexities(pruner, evaluation)
+                print(f"\n{scorer}, 20 % structured: dense {_pair(found['dense'])}, pruned {_pair(found['pruned'])}\n")
+                print("| training | recovered | dense, trained alike | held-out loss before, after | minutes |")
+                print("|---|---|---|---|---|", flush=True)
+            start = time.perf_counter()
+            report = pruner.recover(_recovery(calibration, **changes), control=scorer == "ntk" and name in CONTROLLED)
+            both = time.perf_counter() - start
+            found = _perplexities(pruner, evaluation)
+            control = f"{_pair(found['control'])} ({(both - report.seconds) / 60:.1f} min)" if report.control else "-"
             print(
-                f"| {scorer} (dense {dense:.1f}) | {before.perplexity:,.1f} | {loss} | {after.perplexity:,.1f} "
-                f"| {alike} | {report.seconds / 60:.1f} |",
+                f"| {name} | {_pair(found['recovered'])} | {control} | {report.before.lm:.3f}, {report.after.lm:.3f} "
+                f"| {report.seconds / 60:.1f} |",
                 flush=True,
             )
-            if loss == "lm":
-                curves[scorer] = report
+            curves.setdefault(scorer, report)
     _draw(curves)
     print(f"\nHeld-out loss by step: {PICTURE.name}\n")
+
+
+def _pair(found: tuple[float, float]) -> str:
+    return " / ".join(f"{perplexity:,.1f}" for perplexity in found)
 
 
 def _draw(curves: dict[str, RecoveryReport]) -> None:
@@ -81,15 +109,15 @@ def _masks(calibration: Any, evaluation: Any) -> None:
     print("| 2:4, sparsegpt | pruned | recovered | zeros | 2:4 | held-out loss of adapter, merged | seconds |")
     print("|---|---|---|---|---|---|---|")
     data = CalibrationConfig(calibration, num_samples=32, seq_len=256)
-    for merge in ("masked", "remask"):
+    for merge in ("masked", "remask", "plain"):
         pruner = load_pruner()
         pruner.prune(PruningConfig(pattern="2:4", scorer="sparsegpt", calibration=data))
-        before = pruner.evaluate(evaluation, latency=False, **WINDOWS)
+        before = _perplexities(pruner, evaluation)["pruned"]
         report = pruner.recover(_recovery(calibration, merge=merge))
-        after = pruner.evaluate(evaluation, latency=False, **WINDOWS)
+        after = _perplexities(pruner, evaluation)["recovered"]
         assert report.merged is not None
         print(
-            f"| {merge} | {before.perplexity:.1f} | {after.perplexity:.1f} | {_sparsity(pruner):.4f} "
+            f"| {merge} | {_pair(before)} | {_pair(after)} | {_sparsity(pruner):.4f} "
             f"| {_is_2_of_4(pruner)} | {report.after.lm:.5f}, {report.merged.lm:.5f} | {report.seconds:.0f} |",
             flush=True,
         )

@@ -26,5 +26,9 @@ def texts() -> tuple[str, str | list[str], str | list[str]]:
     valid, test = DATA / "wikitext2.valid.txt", DATA / "wikitext2.test.txt"
     if valid.exists() and test.exists():
         return "WikiText-2 (tokenised release), validation -> test", str(valid), str(test)
-    manual = [text for _, text in sorted(topics.items())]
-    return "pydoc topics, every second -> the others", manual[::2], manual[1::2]
+    return "pydoc topics, every second -> the others", manual()[::2], manual()[1::2]
+
+
+def manual() -> list[str]:
+    """Return the topics of Python's own manual, which are in every installation and like no other corpus here."""
+    return [text for _, text in sorted(topics.items())]

@@ -11,7 +11,8 @@ import yaml
 
 from optimum_prune import CalibrationConfig, InvalidConfig, PruningConfig, registry
 from optimum_prune.binding import bind
-from optimum_prune.commands.flags import OneLineParser, add_configs, add_model, add_recipe, read_config
+from optimum_prune.commands.command import OneLineParser
+from optimum_prune.commands.flags import add_configs, add_model, add_recipe, read_config
 from optimum_prune.pipeline import prune
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.ntk import OBJECTIVES, ntk
