@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -36,3 +38,35 @@ def keeping_requires_grad(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, requires_grad in required:
             parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def as_it_was(model: PreTrainedModel, checkpointing: bool) -> Iterator[None]:
+    """Checkpoint activations if asked, and give back what a training changes about a model beside its weights."""
+    config: Any = model.config
+    cached, cache = hasattr(config, "use_cache"), getattr(config, "use_cache", None)
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {parameter.device for parameter in model.parameters()}
+    switch = checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    try:
+        if switch:
+            _switch(model, "enable", {"use_reentrant": False})
+            model.disable_input_require_grads()  # `attach` enables it, and what is enabled twice stays
+        yield
+    finally:
+        if cached:
+            config.use_cache = cache
+        elif hasattr(config, "use_cache"):
+            del config.use_cache
+        if switch:
+            _switch(model, "disable")
+        for module, training in modes:
+            module.training = training
+        if len(devices) == 1:
+            model.to(devices.pop())  # pyright: ignore[reportArgumentType] - a Trainer takes it to the first GPU
+
+
+def _switch(model: PreTrainedModel, what: str, *options: Any) -> None:
+    """Call a switch by the name that this version of transformers gives it."""
+    newer, older = f"activation_checkpointing_{what}", f"gradient_checkpointing_{what}"
+    getattr(model, newer if hasattr(model, newer) else older)(*options)

@@ -12,17 +12,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(script: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     """Run a script; `arguments` are its `sys.argv[1:]`. The package is found, but not imported."""
+    return _started("-c", script, *arguments)
+
+
+def run_two(*program: object) -> "subprocess.CompletedProcess[str]":
+    """Run a file, or `-m` and a module, and its arguments in two processes, as torchrun starts them."""
+    return _started("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *program)
+
+
+def _started(*command: object) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=120
     )
 
 

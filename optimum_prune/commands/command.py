@@ -50,6 +50,7 @@ class Command(BaseOptimumCLICommand):
     def run(self) -> None:
         """Do what was asked; a mistake ends in exit code 2, an upload that fails in code 1."""
         _warn_plainly()
+        _speak_once()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may have what the terminal has not
         try:
@@ -80,3 +81,17 @@ def _warn_plainly() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of other libraries, for those who program with them
     # transformers warns of looks at a count that the layers no longer have in common, and takes them itself
     logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
+
+
+def _speak_once() -> None:
+    """Of processes that `accelerate launch` started, let the first speak for all."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return
+    from transformers.utils.logging import disable_progress_bar
+
+    from optimum_prune import processes  # here, because it brings torch
+
+    if not processes.join().is_main_process:
+        disable_progress_bar()
+        logging.disable(logging.WARNING)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of this process

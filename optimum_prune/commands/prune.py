@@ -63,7 +63,8 @@ class RunCommand(Command):
         from optimum_prune.integrations.loading import load_skeleton
         from optimum_prune.planning.planner import make_plan
         from optimum_prune.pruner import Pruner  # here, because it brings torch
-        from optimum_prune.recovery.recover import check_directory, check_recovery
+        from optimum_prune.recovery.checkpoints import check_directory
+        from optimum_prune.recovery.recover import check_recovery
 
         loading = loading_options(args)
         # Refuse what cannot be before hours of work, not after.

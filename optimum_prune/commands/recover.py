@@ -66,8 +66,9 @@ class RecoverCommand(Command):
         from optimum_prune.integrations.layouts import check_choice, check_layout, check_padding
         from optimum_prune.integrations.loading import load_skeleton
         from optimum_prune.pruner import Pruner  # here, because it brings torch
-        from optimum_prune.recovery.recover import check_directory, check_recovery
-        from optimum_prune.recovery.training import check_trainer_options
+        from optimum_prune.recovery.arguments import check_trainer_options
+        from optimum_prune.recovery.checkpoints import check_directory
+        from optimum_prune.recovery.recover import check_recovery
 
         loading = loading_options(args)
         check_choice(args.layout, args.storage)

@@ -24,6 +24,7 @@ from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.measurements import check_evaluation
 from optimum_prune.plots.style import check_installed
+from optimum_prune.processes import is_main
 from optimum_prune.selection import select
 from optimum_prune.structured import Targets
 
@@ -61,6 +62,7 @@ def compare(
     if not model.can_generate():
         raise InvalidConfig(f"Only language models can be compared, and {type(model).__name__} is none.")
     trials = prepare(model, settings, sparsities)
+    directory = directory if is_main() else None  # one of several writes
     if directory is not None:
         check_directory(directory)
     held_out = load_samples(evaluation, model, tokenizer, processor=processor, order="first")

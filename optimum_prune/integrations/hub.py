@@ -20,6 +20,7 @@ from optimum_prune.errors import CheckpointError, InvalidConfig, PublishError
 from optimum_prune.fetching import cause, fetch, fetch_json, said
 from optimum_prune.integrations.layouts import CARD_MARK, PICTURES, STALE
 from optimum_prune.integrations.loading import REPORT
+from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import FOLDER
 from optimum_prune.report import is_hub_id
 
@@ -65,6 +66,8 @@ class Destination:
 def prepare(to: Destination) -> Destination:
     """Create the repository and branch where they do not exist, and make sure that the token may write there.
 
+    Of processes that train together, the main one does; so it is with `upload`.
+
     Returns:
         The destination with the repository's full id.
 
@@ -81,6 +84,8 @@ def prepare(to: Destination) -> Destination:
         raise InvalidConfig(f"A pull request is made to main; leave out revision={to.revision!r} or create_pr.")
     if (to.token or get_token()) is None:
         raise InvalidConfig("Publishing needs a token of the Hub: log in by `hf auth login`, or set HF_TOKEN.")
+    if not is_main():
+        return to
     api = HfApi(token=to.token)
     with _asking(f"Creating {to.repo_id}"):
         to = replace(to, repo_id=api.create_repo(to.repo_id, private=to.private, exist_ok=True).repo_id)
@@ -112,6 +117,10 @@ def upload(directory: str | Path, to: Destination) -> str:
         PublishError: the Hub refused, or did not answer; the directory is as it was.
     """
     directory, api = Path(directory), HfApi(token=to.token)
+    branch = f"/tree/{to.revision}" if to.revision else ""
+    address = f"{api.endpoint}/{to.repo_id}{branch}"
+    if not is_main():
+        return address
     sent = _files(directory)
     then = f" The checkpoint is whole in {directory}. To try again: `{_command(directory, to)}`"
     with _asking(f"Uploading to {to.repo_id}", then):
@@ -125,8 +134,7 @@ def upload(directory: str | Path, to: Destination) -> str:
             revision=to.revision,
             create_pr=to.create_pr,
         )
-    branch = f"/tree/{to.revision}" if to.revision else ""
-    return commit.pr_url or f"{api.endpoint}/{to.repo_id}{branch}"
+    return commit.pr_url or address
 
 
 def check_directory(directory: str | Path) -> None:

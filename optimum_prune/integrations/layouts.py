@@ -24,6 +24,7 @@ from optimum_prune.integrations.ordering import in_order
 from optimum_prune.integrations.packing import STORAGE, STORAGES, save_packed
 from optimum_prune.integrations.padding import pad
 from optimum_prune.padded import is_padded
+from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import FOLDER, is_adapter
 from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_padded, why_not_stock
 
@@ -81,7 +82,7 @@ def save_checkpoint(
     companions: Callable[[Path, Written], None] = lambda folder, written: None,
     **kwargs: Any,
 ) -> str:
-    """Write a checkpoint, whole or not at all.
+    """Write a checkpoint, whole or not at all. Of processes that train together, the main one does.
 
     Args:
         model: its config is made truthful first.
@@ -110,6 +111,9 @@ def save_checkpoint(
         check_padding(model, storage)
     if record := getattr(form.model.config, "pruning_config", None):
         record["layout"] = form.layout
+    if not is_main():
+        logger.info("The main process writes %s.", directory)
+        return form.layout
     with replacing(Path(directory), stale=_is_stale) as folder:
         try:
             storage = _write(form, folder, storage, **kwargs)

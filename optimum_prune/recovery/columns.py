@@ -60,7 +60,7 @@ def training_columns(dataset: Any, config: CalibrationConfig, what: str, model: 
             dataset = dataset.select_columns([*token_columns(types), labels])
             return Source("token pairs", rows(dataset, partial(_labelled, labels), what))
     if decodes and unnamed and types.get(CHATS) in LISTS:
-        return Source("chats", rows(dataset.select_columns([CHATS]), lambda row: row[CHATS], what))
+        return Source("chats", rows(dataset.select_columns([CHATS]), _worded, what))
     if unnamed and "input_ids" not in types and (pair := _pair(types)) is not None:
         question, answer = pair
         asked = [question, *(name for name in FURTHER if name not in pair and types.get(name) in STRINGS)]
@@ -78,6 +78,24 @@ def _pair(types: dict[str, str]) -> tuple[str, str] | None:
 def _asked(asked: list[str], answer: str, row: dict[str, Any]) -> tuple[str, Any]:
     """Return the question, a line for each of its columns that is not blank, and the answer."""
     return "\n".join(text for name in asked if (text := row[name]) and text.strip()), row[answer]
+
+
+def _worded(row: dict[str, Any]) -> Any:
+    """Return a chat whose contents are words, where they are lists of parts that are."""
+    return [
+        turn | {"content": "".join(map(_words, turn["content"]))}
+        if isinstance(turn, dict) and isinstance(turn.get("content"), list)
+        else turn
+        for turn in row[CHATS] or []
+    ]
+
+
+def _words(part: Any) -> str:
+    """Return the words of a part of a turn, `{"type": "text", "text": ...}`."""
+    words, kind = (part.get("text"), part.get("type")) if isinstance(part, dict) else (part, None)
+    if not isinstance(words, str):
+        raise ValueError(f"a chat holds a part that is no text ({kind or type(part).__name__}); leave such rows out")
+    return words
 
 
 def _labelled(column: str, row: dict[str, Any]) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ class RecoveryConfig(Config):
         "sources to their shares. By default half text that the dense model writes itself, half the calibration source",
     )
     max_steps: int = option(200, checks.integer(1), "steps of the optimizer")
-    batch_size: int = option(4, checks.integer(1), "sequences per forward pass")
+    batch_size: int = option(4, checks.integer(1), "sequences per forward pass of each process")
     gradient_accumulation: int = option(1, checks.integer(1), "forward passes per step of the optimizer")
     seq_len: int | None = option(None, checks.integer(1), "tokens per sequence; by default min(512, the model's limit)")
     num_samples: int | None = option(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from optimum_prune import processes
 from optimum_prune.calibration.data import source_name
 from optimum_prune.calibration.pairs import start_token
 from optimum_prune.calibration.request import image_token
@@ -53,7 +54,7 @@ def load_training_data(
     """
     tokenizer = tokenizer or getattr(processor, "tokenizer", None)
     start = start_token(model) if model.config.is_encoder_decoder else None
-    seen = config.max_steps * config.batch_size * config.gradient_accumulation
+    seen = config.max_steps * config.batch_size * config.gradient_accumulation * processes.count()
     wanted = config.num_samples or seen
     total = math.ceil(wanted / (1 - config.held_out))
     found: list[Origin] = []

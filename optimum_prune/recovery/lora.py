@@ -1,6 +1,8 @@
 """LoRA of pruned models through PEFT: attached, merged with zeros kept, or taken off again."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -92,6 +94,17 @@ def attach(model: PreTrainedModel, config: RecoveryConfig) -> "PeftModel":
         model.config.pretraining_tp = slices  # PEFT sets it to 1, for classes that once read it
     setattr(tuned, _FROZEN, frozen)
     return tuned
+
+
+@contextmanager
+def attached(model: PreTrainedModel, config: RecoveryConfig) -> Iterator["PeftModel"]:
+    """Attach an adapter for a while; where it was not merged by then, the model is as it was."""
+    tuned = attach(model, config)
+    try:
+        yield tuned
+    finally:
+        if hasattr(model, "peft_config"):
+            unload_(tuned)
 
 
 @torch.no_grad()

@@ -1,37 +1,33 @@
 """The recovery on one screen: data, teacher, adapter, training, merge, measurements before and after."""
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from optimum_prune import processes
 from optimum_prune.binding import named_linears
 from optimum_prune.calibration.devices import machine
 from optimum_prune.calibration.request import model_kind
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import open_source
-from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
-from optimum_prune.fetching import fetch_json
+from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.measurements import describe_machine
+from optimum_prune.modes import as_it_was
+from optimum_prune.recovery.arguments import check_trainer_options
+from optimum_prune.recovery.checkpoints import checkpoints, digest, writing
 from optimum_prune.recovery.columns import training_columns
 from optimum_prune.recovery.config import RecoveryConfig
-from optimum_prune.recovery.data import TrainingData, load_training_data
-from optimum_prune.recovery.lora import attach, merge_, target_modules, unload_
+from optimum_prune.recovery.data import load_training_data
+from optimum_prune.recovery.lora import attached, merge_, target_modules
 from optimum_prune.recovery.objective import Collate, Objective
-from optimum_prune.recovery.report import RecoveryReport
+from optimum_prune.recovery.report import Losses, RecoveryReport
 from optimum_prune.recovery.sources import SELF, asked_of, shares
 from optimum_prune.recovery.teacher import CachedTeacher, LiveTeacher, Teacher, beside, collating, indexed
-from optimum_prune.recovery.training import check_trainer_options, train, writing
+from optimum_prune.recovery.training import train
 
-IDENTITY = "recovery.json"
-"""File beside the checkpoints: of which recovery they are."""
 Dense = Callable[[], PreTrainedModel]
 """Loads the dense model."""
 
@@ -86,36 +82,36 @@ def recover(
     data = load_training_data(config, model, tokenizer, processor, calibration=calibration, dense=teacher_model)
     collate = collating(data.collate, shifted=not model.config.is_encoder_decoder)
     samples, held_out = indexed(data.train), indexed(data.held_out, first=len(data.train))
-    with _checkpoints(directory, config, data, model) as folder, _as_it_was(model, config.gradient_checkpointing):
+
+    def identity() -> dict[str, Any]:
+        return {"config": config.to_dict(), "data": data.fingerprint, "weights": digest(model)}
+
+    with checkpoints(directory, identity) as folder, as_it_was(model, config.gradient_checkpointing):
         teacher = _teacher(config, teacher_model, [*samples, *held_out], collate)
         del teacher_model  # of the cached teacher nothing more is needed
         objective = Objective.of(config, model, teacher)
-        before = objective.measure(model, held_out, collate, config.batch_size)
-        zeros = _zeros(model)
-        adapted = attach(model, config)
-        on = True
-        try:
+
+        def measure(measured: Any) -> Losses:
+            return processes.from_main(objective.measure(measured, held_out, collate, config.batch_size))
+
+        before, zeros = measure(model), _zeros(model)
+        with attached(model, config) as adapted:
+            parameters = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
             with writing(folder):
                 trained = train(adapted, config, objective, samples, held_out, collate, folder)
-            parameters = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
-            after = objective.measure(adapted, held_out, collate, config.batch_size)
+            after = measure(adapted)
             # no comparison with NaN is true
             kept = trained.best_step > 0 and objective.of_losses(after) < objective.of_losses(before)
             if kept and adapter is not None:
                 _write(adapted, adapter)
             elif kept:
                 _merge(adapted, config.merge)
-                on = False
-        finally:
-            if on:
-                unload_(adapted)
-    merged = kept and adapter is None
     report = RecoveryReport(
         config=config.to_dict(),
         data=data.to_dict(),
         before=before,
         after=after if kept else before,
-        merged=objective.measure(model, held_out, collate, config.batch_size) if merged else None,
+        merged=measure(model) if kept and adapter is None else None,
         kept=kept,
         steps=trained.steps,
         best_step=trained.best_step if kept else 0,
@@ -124,7 +120,7 @@ def recover(
         zeros_before=zeros,
         zeros_after=_zeros(model),
         seconds=time.perf_counter() - start,
-        machine=describe_machine(**machine(model)),
+        machine=processes.each(describe_machine(**machine(model))),
     )
     report.warnings = _warnings(report, objective, trained.diverged)
     return report
@@ -173,11 +169,12 @@ def _teacher(
 
 def _write(adapted: Any, folder: str | Path) -> None:
     """Write an adapter as PEFT does, but for the base that it names: it takes the dense model for it."""
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
-    config = adapted.peft_config[adapted.active_adapter]
-    config.base_model_name_or_path, config.inference_mode = None, True
-    config.save_pretrained(str(folder))
-    (Path(folder) / "README.md").unlink(missing_ok=True)
+    with processes.join().main_process_first():  # the others write the same, wherever their folder is
+        adapted.save_pretrained(str(folder), save_embedding_layers=False)
+        config = adapted.peft_config[adapted.active_adapter]
+        config.base_model_name_or_path, config.inference_mode = None, True
+        config.save_pretrained(str(folder))
+        (Path(folder) / "README.md").unlink(missing_ok=True)
 
 
 def _merge(adapted: Any, how: str) -> None:
@@ -211,98 +208,6 @@ def _warnings(report: RecoveryReport, objective: Objective, diverged: int | None
     if (lost := report.zeros_before - report.zeros_after) > 0:
         found.append(f"Merging by {merge!r} lost {lost:,} of {report.zeros_before:,} zeros; merge='masked' keeps them.")
     return found
-
-
-@contextmanager
-def _checkpoints(
-    directory: str | Path | None, config: RecoveryConfig, data: TrainingData, model: PreTrainedModel
-) -> Iterator[Path]:
-    """Yield the folder of the checkpoints; one that is given must be of this recovery, or new.
-
-    Raises:
-        CheckpointError: it holds checkpoints of another recovery.
-    """
-    if directory is None:
-        with TemporaryDirectory(prefix="optimum-prune-") as folder:
-            yield Path(folder)
-        return
-    folder = check_directory(directory)
-    identity = {"config": config.to_dict(), "data": data.fingerprint, "weights": _digest(model)}
-    if not any(folder.glob("checkpoint-*")):  # nothing was trained yet
-        with writing(folder):
-            (folder / IDENTITY).write_text(json.dumps(identity) + "\n", encoding="utf-8")
-    found = fetch_json(folder, IDENTITY)
-    if differing := [name for name in identity if found.get(name) != json.loads(json.dumps(identity[name]))]:
-        raise CheckpointError(
-            f"{folder} holds checkpoints of another recovery: {', '.join(differing)} differ. Pass another "
-            "directory, or delete it to begin anew."
-        )
-    yield folder
-
-
-def check_directory(directory: str | Path) -> Path:
-    """Make the folder of checkpoints where there is none, and refuse one that cannot be.
-
-    Returns:
-        Its absolute path, since checkpoints name each other.
-
-    Raises:
-        CheckpointError: it holds other files, or cannot be written to.
-    """
-    try:
-        folder = Path(directory).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not (folder / IDENTITY).exists():
-            raise CheckpointError(
-                f"{folder} is not empty and holds no checkpoints of a recovery. Pass another directory."
-            )
-        with TemporaryDirectory(dir=folder, prefix=".trial-"):
-            pass  # the only answer that holds on every file system
-    except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints cannot be written to {directory}: {error.strerror}. Pass another directory."
-        ) from error
-    return folder
-
-
-@contextmanager
-def _as_it_was(model: PreTrainedModel, checkpointing: bool) -> Iterator[None]:
-    """Checkpoint activations if asked, and give back what a training changes about a model beside its weights."""
-    config: Any = model.config
-    cached, cache = hasattr(config, "use_cache"), getattr(config, "use_cache", None)
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {parameter.device for parameter in model.parameters()}
-    switch = checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    try:
-        if switch:
-            _switch(model, "enable", {"use_reentrant": False})
-            model.disable_input_require_grads()  # `attach` enables it, and what is enabled twice stays
-        yield
-    finally:
-        if cached:
-            config.use_cache = cache
-        elif hasattr(config, "use_cache"):
-            del config.use_cache
-        if switch:
-            _switch(model, "disable")
-        for module, training in modes:
-            module.training = training
-        if len(devices) == 1:
-            model.to(devices.pop())  # pyright: ignore[reportArgumentType] - a Trainer takes it to the first GPU
-
-
-def _switch(model: PreTrainedModel, what: str, *options: Any) -> None:
-    """Call a switch by the name that this version of transformers gives it."""
-    newer, older = f"activation_checkpointing_{what}", f"gradient_checkpointing_{what}"
-    getattr(model, newer if hasattr(model, newer) else older)(*options)
-
-
-def _digest(model: PreTrainedModel) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _zeros(model: PreTrainedModel) -> int:

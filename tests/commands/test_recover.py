@@ -15,7 +15,7 @@ from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.recovery.training import RecoveryTrainer
 from optimum_prune.report import PruningReport
 from tests.models import llama
-from tests.processes import complaint
+from tests.processes import complaint, run_two
 from tests.words import tokenizer
 
 RECOVER, RUN = "optimum-cli prune recover: error: ", "optimum-cli prune run: error: "
@@ -270,6 +270,20 @@ def test_a_checkpoint_is_recovered_and_goes_on_after_a_break(cli, monkeypatch, t
     assert len(report(tmp_path / "out")["recovery"]) == 1
     code, stdout, stderr = cli(*arguments, "--rank", 2)
     assert (code, stdout) == (2, "") and "holds checkpoints of another recovery: config differ" in stderr
+
+
+def test_two_processes_say_and_save_it_once(folder, tmp_path):
+    what = ["--model", folder / "dense", "--output", tmp_path / "recovered", "--pattern", "unstructured"]
+    how = ["--sparsity", 0.5, "--scorer", "magnitude", "--recover", folder / "text.txt", *flags("recover-")]
+    more = ["--recover-control", "--recover-directory", tmp_path / "steps"]
+    done = run_two("-m", "optimum.commands.optimum_cli", "prune", "run", *what, *how, *more)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("recovery: LoRA") == 1 and done.stdout.count("Saved to") == 2  # before and after training
+    assert done.stderr.count("Recovery:   0%") == 2  # and that of the control
+    (recovery,) = report(tmp_path / "recovered")["recovery"]
+    assert recovery["machine"].startswith("2 x cpu") and recovery["steps"] == 2
+    assert recovery["control"]["steps"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"recovered", "steps"}
 
 
 def test_an_adapter_of_its_own(cli, tmp_path):

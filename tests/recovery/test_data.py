@@ -434,6 +434,27 @@ def test_chats_without_an_answer_are_left_out(load, tokenizer, caplog):
     assert len(everything(data)) == 2 and "2 texts, 5 blank ones left out" in caplog.text
 
 
+def in_parts(chat, *more):
+    def cut(text):
+        return [{"type": "text", "text": part} for part in text.partition(" ") if part]
+
+    return [turn | {"content": [*cut(turn["content"]), *more]} for turn in chat]
+
+
+def test_contents_in_parts(load, tokenizer):
+    """As processors of images have them, here of words alone."""
+    tokenizer.chat_template = TEMPLATE
+    parts = Dataset.from_dict({"messages": [in_parts(CHAT), in_parts(OTHER)]})
+    assert spoken(load(parts, LONG), tokenizer) == spoken(load(CHATS, LONG), tokenizer)
+
+
+def test_parts_that_are_no_text_are_refused(load):
+    """Not left out in silence: the answer may speak of them."""
+    pictures = Dataset.from_dict({"messages": [in_parts(CHAT, {"type": "image", "text": None}), in_parts(OTHER)]})
+    with pytest.raises(CalibrationError, match=r"a chat holds a part that is no text \(image\); leave such rows out"):
+        load(pictures)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), WORDED), min_size=1, max_size=5),

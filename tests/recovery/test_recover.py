@@ -19,6 +19,7 @@ from optimum_prune.errors import CalibrationError, CheckpointError, InvalidConfi
 from optimum_prune.pipeline import prune
 from optimum_prune.recovery import lora
 from optimum_prune.recovery import recover as module
+from optimum_prune.recovery.checkpoints import IDENTITY
 from optimum_prune.recovery.recover import check_recovery, recover
 from optimum_prune.recovery.training import RecoveryTrainer
 from tests.calibration.conftest import picture
@@ -397,11 +398,26 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path):
             recover(pruned(), config(), directory=folder)
 
 
+def test_two_recoveries_in_one_folder(tmp_path, monkeypatch):
+    """The second, started by mistake, must not write between the checkpoints of the first."""
+    evaluate = RecoveryTrainer.evaluate
+
+    def meanwhile(self, *args, **kwargs):
+        with pytest.raises(CheckpointError, match=r"Another process trains in .* at this moment\."):
+            recover(pruned(), config(), directory=tmp_path)
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecoveryTrainer, "evaluate", meanwhile)
+    assert recover(pruned(), config(), directory=tmp_path).steps == 4
+    monkeypatch.undo()
+    assert recover(pruned(), config(), directory=tmp_path).steps == 4  # the first is over
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 1}'])
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(content, tmp_path):
-    (tmp_path / module.IDENTITY).write_text(content)
+    (tmp_path / IDENTITY).write_text(content)
     assert recover(pruned(), config(), directory=tmp_path).steps == 4
-    (tmp_path / module.IDENTITY).write_text(content)  # now there is something to lose
+    (tmp_path / IDENTITY).write_text(content)  # now there is something to lose
     with pytest.raises(CheckpointError, match=r"recovery\.json of .* (cannot be read|holds no JSON object)|differ"):
         recover(pruned(), config(), directory=tmp_path)
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.recovery.arguments import FIXED, GOVERNED, check_trainer_options
 from optimum_prune.recovery.data import load_training_data
 from optimum_prune.recovery.lora import attach
 from optimum_prune.recovery.objective import Objective
 from optimum_prune.recovery.report import Losses
 from optimum_prune.recovery.teacher import collating, indexed
-from optimum_prune.recovery.training import FIXED, GOVERNED, RecoveryTrainer, check_trainer_options, train
+from optimum_prune.recovery.training import RecoveryTrainer, train
 from tests.models import llama
 from tests.pruned import holes
 from tests.recovery.runs import adapter, config

@@ -1,0 +1,76 @@
+"""Processes that train together, as `accelerate launch` starts them: each has a model, and a part of every batch."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+
+from optimum_prune.errors import PruningError
+
+T = TypeVar("T")
+
+
+def launched() -> bool:
+    """Tell whether a launcher started this process as one of several."""
+    return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def on_cpu() -> bool:
+    """Tell whether launched processes train on CPUs: where there is nothing else, or they were told so."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def join() -> PartialState:
+    """Join the others, if this is one of several.
+
+    Raises:
+        PruningError: it was launched as one of several, and set up to work alone.
+    """
+    state = PartialState(cpu=launched() and on_cpu())
+    if launched() and state.num_processes == 1:
+        raise PruningError(
+            f"This is one of {os.environ['WORLD_SIZE']} processes, and accelerate was set up in it to work alone. "
+            "Start them by `accelerate launch`, or make no PartialState beforehand."
+        )
+    return state
+
+
+def count() -> int:
+    """Return how many they are."""
+    return join().num_processes
+
+
+def is_main() -> bool:
+    """Tell whether this process writes for all; as long as none have joined, each does for itself."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def from_main(value: T) -> T:
+    """Return the value that the main process gives: rounding must not make two of them decide differently."""
+    return broadcast_object_list([value])[0]
+
+
+def check_alike(identity: Mapping[str, Any]) -> None:
+    """Refuse to train different models together.
+
+    Args:
+        identity: what must be the same in all, by name.
+
+    Raises:
+        PruningError: in all of them, naming what differs.
+    """
+    everyone = gather_object([identity])
+    if differing := [name for name, value in identity.items() if any(other[name] != value for other in everyone)]:
+        raise PruningError(
+            f"The {len(everyone)} processes that train together differ in their {', '.join(differing)}. Load a "
+            "checkpoint that was pruned before, and name a dataset instead of text that each of them writes itself."
+        )
+
+
+def each(machine: str) -> str:
+    """Word a machine of which each process has one."""
+    return machine if count() == 1 else f"{count()} x {machine}"

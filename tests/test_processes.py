@@ -1,0 +1,114 @@
+"""Processes that train together: two of two sequences are one of four; and what would set them apart is refused."""
+
+import json
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from optimum_prune import processes
+from optimum_prune.errors import PruningError
+from optimum_prune.integrations import hub
+from optimum_prune.recovery.recover import recover
+from tests.processes import run_two
+from tests.recovery.runs import config, largest_difference, pruned
+
+STEPS = {"max_steps": 6, "evaluations": 3, "num_samples": 20}  # whole batches: DDP fills the last up
+WORK = """
+import json, sys
+from pathlib import Path
+import torch
+from optimum_prune import Pruner
+from optimum_prune.processes import join
+from tests.recovery.runs import config, pruned
+
+folder, options, how = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+rank, model = join().process_index, pruned()
+if how == "spoiled" and rank == 1:
+    torch.nn.init.zeros_(model.lm_head.weight[:1])
+pruner = Pruner(model)
+report = pruner.recover(config(**options), directory=folder / "checkpoints" if how == "kept" else None)
+pruner.save_pretrained(folder / "saved")
+torch.save(model.state_dict(), folder / f"{rank}.pt")
+(folder / f"{rank}.json").write_text(json.dumps(report.to_dict()))
+"""
+
+
+def work(folder, how, **options):
+    (folder / "work.py").write_text(WORK)
+    return run_two(folder / "work.py", folder, json.dumps(STEPS | options), how)
+
+
+@pytest.fixture(scope="module", params=["temporary", "kept"])
+def together(request, tmp_path_factory):
+    """Two recoveries that are one, and what they printed; checkpoints in a temporary folder, and in one of the user."""
+    folder = tmp_path_factory.mktemp("together")
+    done = work(folder, request.param, batch_size=2)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stderr
+
+
+def test_two_processes_are_one_of_twice_the_batch(together):
+    """The data of a step, the number of its tokens, its gradients: nothing of it is each one's own."""
+    folder, _ = together
+    model = pruned()
+    report = recover(model, config(**STEPS, batch_size=4))
+    both = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert both[0] | {"seconds": 0} == both[1] | {"seconds": 0}
+    assert both[0]["machine"] == f"2 x {report.machine}"
+    for name in ("before", "after", "merged"):
+        assert both[0][name]["lm"] == pytest.approx(getattr(report, name).lm, abs=1e-5)
+    for row, alone in zip(both[0]["curve"], report.curve, strict=True):
+        assert row == pytest.approx(alone, abs=1e-5)
+    weights = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights[0][name], weights[1][name]), name
+        assert largest_difference(weights[0][name], tensor) < 1e-4, name
+
+
+def test_one_of_them_speaks_and_writes(together):
+    folder, said = together
+    assert said.count("Recovery:   0%") == 1
+    found = {path.name for path in folder.iterdir()} - {"checkpoints"}
+    assert found == {"work.py", "saved", "0.pt", "1.pt", "0.json", "1.json"}
+    assert (folder / "saved" / "model.safetensors").is_file()
+
+
+def test_different_models_are_refused(tmp_path):
+    done = work(tmp_path, "spoiled")
+    assert done.returncode != 0
+    assert "The 2 processes that train together differ in their weights. Load a checkpoint" in done.stderr
+    assert not (tmp_path / "saved").exists()
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+    """A PartialState of a CPU, made without saying so, joins nobody."""
+    PartialState()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PruningError, match="This is one of 2 processes, and accelerate was set up in it to work alone"):
+        processes.join()
+
+
+def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch):
+    """nn.DataParallel would multiply the batch by the number of GPUs that a process sees."""
+    from transformers import TrainingArguments
+
+    from optimum_prune.recovery.arguments import arguments
+
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))
+    made = arguments(config(batch_size=3), tmp_path, on_cpu=False)
+    assert (made.n_gpu, made.train_batch_size) == (1, 3)
+
+
+def test_others_publish_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "is_main", lambda: False)
+    monkeypatch.setattr(hub, "_asking", lambda *_: pytest.fail("the Hub was asked"))
+    to = hub.Destination("me/name", token="hf_x")
+    assert hub.prepare(to) == to
+    assert hub.upload(tmp_path, to).endswith("/me/name")
+
+
+def test_alone_one_is_all():
+    assert (processes.count(), processes.is_main(), processes.from_main("x")) == (1, True, "x")
+    processes.check_alike({"weights": 1})
