@@ -1,8 +1,6 @@
 """`Pruner`: load, compare, prune, evaluate, save."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +14,6 @@ from optimum_prune.comparing.results import Comparison
 from optimum_prune.comparing.running import compare
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.fetching import HUB_KWARGS
 from optimum_prune.integrations.at_load import report_at_load
 from optimum_prune.integrations.companions import Companions
@@ -25,46 +22,33 @@ from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.loading import load_companions, load_model, load_skeleton, same_record
 from optimum_prune.integrations.reading import copy_adapter, find_report
 from optimum_prune.integrations.unpadding import is_padded, unpad_
-from optimum_prune.latency import measure_latency
 from optimum_prune.measurements import Evaluation, check_evaluation, comparison
 from optimum_prune.pipeline import prune
 from optimum_prune.planning.plan import Plan
 from optimum_prune.planning.planner import make_plan
-from optimum_prune.recovery.adapter import adapted, merge_adapter_
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.recovery.teacher import beside
 from optimum_prune.report import PruningReport
 from optimum_prune.sparsity import masks_of
-
-logger = logging.getLogger(__name__)
+from optimum_prune.stages import Stages
 
 
 class Pruner:
     """Prune, evaluate and save one model.
 
     Attributes:
-        model: the live model; `prune` changes it in place.
         tokenizer: used for calibration and evaluation text, and saved along.
         processor: of a multimodal model, saved along.
         report: of the last `prune`, or of the pruning while loading, or None.
-        evaluations: what `evaluate` measured, by `"dense"`, `"pruned"`, `"recovered"` and `"control"`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, processor: Any = None):
-        self.model = model
         self.tokenizer: Any = tokenizer or getattr(processor, "tokenizer", None)
         self.processor = processor
         self.report = report_at_load(model)
-        self.evaluations: dict[str, Evaluation] = {}
-        self._reference: DenseReference | None = None
-        self._reload_dense: Callable[[], PreTrainedModel] | None = None
-        self._pruned_by_others = False  # without a record, and known by the recovery of what was lost
-        self._recovered = bool((getattr(model.config, "pruning_config", None) or {}).get("recovery"))
-        self._adapter: TemporaryDirectory[str] | None = None  # of a recovery that was not merged
-        self._control: TemporaryDirectory[str] | None = None  # the adapter of the dense model that was trained alike
+        self._stages = Stages(model)
         self._source: Path | None = None  # the local directory that the model was loaded from
-        self._seen = _state(model)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "Pruner":
@@ -85,20 +69,30 @@ class Pruner:
         pruner = cls(model, *load_companions(model, name_or_path, **kwargs))
         pruner._source = source
         if not pruner.is_pruned:
-            pruner._reload_dense = lambda: load_model(name_or_path, **kwargs)
+            pruner._stages.load_dense = lambda: load_model(name_or_path, **kwargs)
             return pruner
         where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         if pruner.report is None:
-            pruner.report, pruner.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
+            pruner.report, pruner._stages.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
         apart = pruner.report is not None and any(found.is_apart for found in pruner.report.recovery)
         if (apart or source is not None) and (adapter := copy_adapter(name_or_path, **where)):
-            pruner._adapter, pruner._recovered = adapter, True
+            pruner._stages.set_adapter(adapter)
         return pruner
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The live model; `prune` and `recover` change it in place."""
+        return self._stages.model
+
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """What `evaluate` measured, by `"dense"`, `"pruned"`, `"recovered"` and `"control"`."""
+        return self._stages.evaluations
 
     @property
     def is_pruned(self) -> bool:
         """Whether the model carries the record of a pruning, by this object or an earlier one."""
-        return getattr(self.model.config, "pruning_config", None) is not None
+        return self._stages.is_pruned
 
     def plan(self, config: PruningConfig, tensor_parallel: int = 1) -> Plan:
         """Say what `prune(config)` will keep and save, and refuse what it would refuse; changes nothing.
@@ -132,22 +126,17 @@ class Pruner:
         """
         evaluation = CalibrationConfig(dataset, **options)
         companions = {"tokenizer": self.tokenizer, "processor": self.processor}
-        self._notice_changes()
+        self._stages.notice_changes()
         try:
             return compare(self.model, settings, evaluation, sparsities, directory, **companions)
         finally:
-            self._seen = _state(self.model)  # the weights were written to, and put back
+            self._stages.accept()  # the weights were written to, and put back
 
     def prune(self, config: PruningConfig) -> PruningReport:
         """Prune `model` in place; see `prune`."""
-        self._notice_changes()
+        self._stages.notice_changes()
         self.report = prune(self.model, config, self.tokenizer, self.processor)
-        if self._adapter is not None:
-            logger.warning("The adapter of the last recovery was never merged, does not fit any more, and is gone.")
-        self._adapter, self._control, self._recovered = None, None, False
-        for stage in ("pruned", "recovered", "control"):  # of an earlier cut
-            self.evaluations.pop(stage, None)
-        self._seen = _state(self.model)
+        self._stages.was_pruned()
         return self.report
 
     def recover(
@@ -175,7 +164,7 @@ class Pruner:
 
         config = RecoveryConfig() if config is None else config
         RecoveryConfig.check_type(config)
-        self._notice_changes()
+        self._stages.notice_changes()
         load_dense = self._dense_loader(dense)
         if control and load_dense is None:
             raise InvalidConfig(
@@ -197,50 +186,33 @@ class Pruner:
             options["calibration"] = self.report.config["calibration"]["source"]
         adapter = TemporaryDirectory(prefix="optimum-prune-") if config.merge == "none" else None
         report = recover(self.model, config, **options, directory=directory, adapter=adapter and adapter.name)
-        self._note(report, adapter, load_dense)
+        self._stages.was_trained(adapter, load_dense, kept=report.kept)
+        self._note(report)
         if control and load_dense is not None:
             folder = TemporaryDirectory(prefix="optimum-prune-")
             options |= {"directory": directory and Path(directory) / "control", "adapter": folder.name}
             twin = beside(load_dense(), self.model)
             report.control = recover(twin, replace(config, merge="none"), **options)
-            self._control = folder if report.control.kept else None
+            self._stages.control = folder if report.control.kept else None
             self._record()
         return report
 
     def _dense_loader(self, named: str | Path | None) -> Callable[[], PreTrainedModel] | None:
         """Return what loads the dense model: a model without a record may have been pruned by other means."""
         if named is None:
-            return None if self._stage == "dense" else self._reload_dense
+            return None if self._stages.now == "dense" else self._stages.load_dense
         name_or_path = str(Path(named).resolve() if Path(named).exists() else named)
         load_skeleton(name_or_path)  # refuse now what does not load later
         return lambda: load_model(name_or_path)
 
-    def _note(
-        self,
-        report: RecoveryReport,
-        adapter: TemporaryDirectory[str] | None,
-        load_dense: Callable[[], PreTrainedModel] | None,
-    ) -> None:
-        """Take note of a recovery of `model`."""
-        if self._stage == "dense":
-            self._pruned_by_others = True
-            if "dense" in self.evaluations:
-                self.evaluations["pruned"] = self.evaluations.pop("dense")
-        if load_dense is not self._reload_dense:
-            self._reload_dense, self._reference = load_dense, None
-        if report.kept:
-            if self._adapter is not None:
-                logger.warning("The adapter of the recovery before is dropped: it belongs to the weights as they were.")
-            self._adapter, self._recovered = adapter, True
-        self._control = None
-        for stage in ("recovered", "control"):  # of an earlier one
-            self.evaluations.pop(stage, None)
-        self._seen = _state(self.model)
-        if self.report is not None:
-            if report.kept:  # it was trained on the weights alone, without the adapter of an earlier one
-                self.report.recovery = [found for found in self.report.recovery if not found.is_apart]
-            self.report.recovery.append(report)
-            self._record()
+    def _note(self, report: RecoveryReport) -> None:
+        """Take a recovery into the report of the pruning."""
+        if self.report is None:
+            return
+        if report.kept:  # it was trained on the weights alone, without the adapter of an earlier one
+            self.report.recovery = [found for found in self.report.recovery if not found.is_apart]
+        self.report.recovery.append(report)
+        self._record()
 
     def _record(self) -> None:
         """Write down in the config what the report says by now."""
@@ -271,44 +243,9 @@ class Pruner:
         check_evaluation(config.source, config.selection)
         if not self.model.can_generate():
             raise InvalidConfig(f"Only language models can be evaluated, and {type(self.model).__name__} is none.")
-        self._notice_changes()
+        self._stages.notice_changes()
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
-        name = self._stage
-        models = {name: self.model}
-        if name != "dense" and (self._reference is None or self._reference.data != data.fingerprint):
-            self._reference = None
-            if self._reload_dense is not None:
-                models = {"dense": beside(self._reload_dense(), self.model), name: self.model}
-            else:
-                logger.warning(
-                    "The dense model was not measured on this data and cannot be loaded again, so there is no KL. Call "
-                    "evaluate() on the same data before prune()."
-                )
-        measured = {}
-        with adapted(self.model, self._adapter.name) if self._adapter else nullcontext():
-            timed = measure_latency(models) if latency else {}
-            for stage, model in models.items():
-                if stage == "dense":
-                    self._reference = dense_reference(model, data, batch_size=config.batch_size)
-                reference = None if stage == "dense" else self._reference
-                evaluation = evaluate_model(model, data, batch_size=config.batch_size, reference=reference)
-                measured[stage] = evaluation.timed(timed[stage]) if latency else evaluation
-        if self._control is not None and self._reload_dense is not None:
-            control = models.get("dense") or beside(self._reload_dense(), self.model)
-            merge_adapter_(control, self._control.name)
-            measured["control"] = evaluate_model(control, data, batch_size=config.batch_size, reference=self._reference)
-        elsewhere = [stage for stage, found in self.evaluations.items() if not found.is_alike(measured[name])]
-        for stage in elsewhere:  # of other data, which is not to stand beside these
-            del self.evaluations[stage]
-        self.evaluations |= measured
-        return self.evaluations[name]
-
-    @property
-    def _stage(self) -> str:
-        """What `model` is now, in the words of `evaluations`."""
-        if self._recovered:
-            return "recovered"
-        return "pruned" if self.is_pruned or self._pruned_by_others else "dense"
+        return self._stages.measure(data, batch_size=config.batch_size, latency=latency)
 
     def comparison(self) -> str:
         """Lay out what `evaluate` measured, as a table: dense beside pruned, with ratios."""
@@ -353,7 +290,7 @@ class Pruner:
             InvalidConfig: an unknown layout or storage, or the layout cannot hold this model.
             CheckpointError: it cannot be written there, or would not load again.
         """
-        self._notice_changes()
+        self._stages.notice_changes()
         record = getattr(self.model.config, "pruning_config", None)
         if self.report is not None and not same_record(self.report, record or {}):
             raise InvalidConfig(
@@ -364,14 +301,14 @@ class Pruner:
         companions = Companions(
             tokenizer=self.tokenizer,
             processor=self.processor,
-            adapter=self._adapter and self._adapter.name,
+            adapter=self._stages.adapter and self._stages.adapter.name,
             report=self.report,
             evaluations=self.evaluations,
             card_data=card_data,
         )
         layout = save_checkpoint(self.model, directory, companions=companions.write, **options, **kwargs)
         if self._source == Path(directory).resolve():
-            self._reload_dense = None  # the dense model is no longer there
+            self._stages.load_dense = None  # the dense model is no longer there
         return layout
 
     def push_to_hub(
@@ -415,24 +352,6 @@ class Pruner:
 
     def unpad(self) -> None:
         """Cut the padding of a model that was loaded from a padded checkpoint, in place: it computes the same."""
-        self._notice_changes()
+        self._stages.notice_changes()
         unpad_(self.model)
-        self._seen = _state(self.model)  # what was measured still holds
-
-    def _notice_changes(self) -> None:
-        """Forget measurements of weights that were changed since, by training or by hand."""
-        if _state(self.model) == self._seen:
-            return
-        self._seen = _state(self.model)
-        if self._stage != "dense":
-            forgotten = self.evaluations.pop(self._stage, None)
-        else:
-            forgotten = self.evaluations.pop("dense", None) or self._reload_dense
-            self._reference = self._reload_dense = None
-        if forgotten is not None:
-            logger.warning("The weights were changed by others: what was measured before does not count any more.")
-
-
-def _state(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Return what tells whether weights were replaced or changed in place: identity and version of each parameter."""
-    return [(id(weight), 0 if weight.is_inference() else weight._version) for weight in model.parameters()]
+        self._stages.accept()  # what was measured still holds

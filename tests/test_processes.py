@@ -7,7 +7,7 @@ import torch
 from accelerate import PartialState
 
 from optimum_prune import processes
-from optimum_prune.errors import PruningError
+from optimum_prune.errors import InvalidConfig, PruningError
 from optimum_prune.integrations import hub
 from optimum_prune.recovery.recover import recover
 from tests.processes import run_two
@@ -88,6 +88,14 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PruningError, match="This is one of 2 processes, and accelerate was set up in it to work alone"):
         processes.join()
+
+
+def test_a_model_that_is_spread_over_devices_is_refused(monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    model = pruned()
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1}
+    with pytest.raises(InvalidConfig, match="Each of the 2 processes needs a whole model on its device, and this one"):
+        recover(model, config())
 
 
 def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch):

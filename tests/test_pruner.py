@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
-from optimum_prune import pruner as pruner_module
+from optimum_prune import stages
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import (
     CalibrationError,
@@ -509,7 +509,7 @@ def test_interrupted_evaluation_mixes_nothing(pruner, monkeypatch):
     pruner.prune(cut())
     pruner.evaluate(SAMPLES, latency=False)
     before = dict(pruner.evaluations)
-    real, calls = pruner_module.evaluate_model, []
+    real, calls = stages.evaluate_model, []
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -517,7 +517,7 @@ def test_interrupted_evaluation_mixes_nothing(pruner, monkeypatch):
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(pruner_module, "evaluate_model", interrupted)
+    monkeypatch.setattr(stages, "evaluate_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pruner.evaluate(OTHERS, latency=False)
     assert pruner.evaluations == before

@@ -17,6 +17,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
 
 
+def is_spread(model: PreTrainedModel) -> bool:
+    """Tell whether parts of a model are on different devices, by accelerate's map."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
 def machine(model: PreTrainedModel) -> dict[str, Any]:
     """Return where a model runs, in general words: `device` ("cpu", or the model of the GPU), `threads`, `dtype`."""
     device = input_device(model)

@@ -50,10 +50,10 @@ class Command(BaseOptimumCLICommand):
     def run(self) -> None:
         """Do what was asked; a mistake ends in exit code 2, an upload that fails in code 1."""
         _warn_plainly()
-        _speak_once()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may have what the terminal has not
         try:
+            _speak_once()
             self.work(self.args)
             sys.stdout.flush()
         except BrokenPipeError:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from optimum_prune import processes
 from optimum_prune.binding import named_linears
-from optimum_prune.calibration.devices import machine
+from optimum_prune.calibration.devices import is_spread, machine
 from optimum_prune.calibration.request import model_kind
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import open_source
@@ -74,6 +74,11 @@ def recover(
         )
     if (config.merge == "none") != (adapter is not None):
         raise InvalidConfig("adapter= names where an adapter is written that is not merged: it goes with merge='none'.")
+    if is_spread(model) and processes.count() > 1:
+        raise InvalidConfig(
+            f"Each of the {processes.count()} processes needs a whole model on its device, and this one is spread over "
+            "several. Load it with device_map='cuda', or start one process."
+        )
     writes = any(isinstance(source, str) and source == SELF for source, _ in shares(config, model, calibration))
     teacher_model = None
     if dense is not None and (config.uses_teacher or writes):

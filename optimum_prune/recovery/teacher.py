@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from optimum_prune.calibration.devices import input_device, moved
+from optimum_prune.calibration.devices import input_device, is_spread, moved
 from optimum_prune.modes import evaluating
 from optimum_prune.objectives import IGNORED
 from optimum_prune.recovery.losses import Prediction, joined, largest, predicting
@@ -44,8 +44,7 @@ def collating(collate: Callable[[list[Any]], dict[str, Tensor]], *, shifted: boo
 
 def beside(dense: PreTrainedModel, model: PreTrainedModel, device: str | None = None) -> PreTrainedModel:
     """Put a dense model on a device, that of another model by default; one that is spread over several stays."""
-    spread = len(set((getattr(dense, "hf_device_map", None) or {}).values())) > 1
-    return dense if spread else dense.to(device or input_device(model))  # pyright: ignore[reportArgumentType]
+    return dense if is_spread(dense) else dense.to(device or input_device(model))  # pyright: ignore[reportArgumentType]
 
 
 class LiveTeacher:

@@ -50,7 +50,7 @@ def _pruned(name: str, scorer: str, compensation: str, sparsity: float, seed: in
 
 
 def _told(pruner: Pruner, name: str) -> tuple[float, float | None]:
-    pruner._reload_dense = None  # the loss alone is wanted
+    pruner._stages.load_dense = None  # the loss alone is wanted
     found = pruner.evaluate(lab.evaluation(name), **EVALUATION)
     return found.loss, found.exact_match if name == "llava" else None
 

@@ -15,7 +15,7 @@ from tests.benchmarks.smollm2 import load_pruner, manual, texts
 
 WINDOWS: dict[str, Any] = {"num_samples": 24, "seq_len": 256}
 STEPS = 40
-PICTURE = Path(__file__).parent / "output" / "recovery.png"
+PICTURE = Path(__file__).with_suffix(".png")
 PARTS = ("structured", "masks", "trained")
 TRAININGS: dict[str, dict[str, Any]] = {
     "cross-entropy": {},
@@ -32,9 +32,7 @@ CONTROLLED = tuple(TRAININGS)[0:3:2]
 def run(parts: Iterable[str] = PARTS) -> None:
     """Print a table for each part, and draw the curves of the first."""
     corpus, calibration, evaluation = texts()
-    print(
-        f"{corpus}; LoRA rank 8, {STEPS} steps x 4 x 128 tokens; {WINDOWS}; a / b: on its test split / on other text\n"
-    )
+    print(f"{corpus}; LoRA rank 8, {STEPS} steps x 4 x 128 tokens; {WINDOWS}; test split / other text\n")
     for part in parts:
         {"structured": _structured, "masks": _masks, "trained": _trained}[part](calibration, evaluation)
 

@@ -46,7 +46,7 @@ def _losses(name: str, seed: int) -> tuple[list[float], int]:
 
 def _pruned(name: str, calibration: CalibrationConfig) -> tuple[Pruner, PruningReport]:
     pruner = Pruner.from_pretrained(lab.folder(name))
-    pruner._reload_dense = None  # the loss alone is wanted
+    pruner._stages.load_dense = None  # the loss alone is wanted
     return pruner, pruner.prune(PruningConfig(calibration=calibration, **CONFIG))
 
 

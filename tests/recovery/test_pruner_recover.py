@@ -95,7 +95,7 @@ def test_pruned_again(dense):
 def test_recovered_twice(merged):
     pruner, report, *_ = merged
     twice = Pruner(pruner.model, pruner.tokenizer)
-    twice.report, twice._reload_dense = pruner.report, pruner._reload_dense
+    twice.report, twice._stages.load_dense = pruner.report, pruner._stages.load_dense
     before = len(twice.report.recovery)
     second = twice.recover(config(seed=3, max_steps=2))
     assert second.before.lm < report.before.lm
@@ -133,7 +133,7 @@ def test_an_adapter_is_saved_beside_its_base(options, apart, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(base), logits(apart.model))
     tuned = PeftModel.from_pretrained(base, str(tmp_path), subfolder="adapter")
-    expected = PeftModel.from_pretrained(Pruner.from_pretrained(tmp_path).model, apart._adapter.name)
+    expected = PeftModel.from_pretrained(Pruner.from_pretrained(tmp_path).model, apart._stages.adapter.name)
     assert torch.equal(logits(tuned), logits(expected))
     assert not torch.equal(logits(tuned), logits(apart.model))
     assert (
@@ -177,7 +177,7 @@ def test_an_adapter_of_other_weights_is_dropped_with_a_warning(dense, caplog):
     caplog.set_level(logging.WARNING, "optimum_prune")
     pruner.prune(ZEROS)
     assert "The adapter of the last recovery was never merged" in caplog.text
-    assert pruner._stage == "pruned"
+    assert pruner._stages.now == "pruned"
 
 
 def test_padded_weights_keep_their_padding(dense, tmp_path):
@@ -222,7 +222,7 @@ def test_a_dense_model_that_is_not_there(merged, dense, tmp_path):
     pruner.prune(CUT)
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         pruner.recover(config(), dense=tmp_path / "nowhere")
-    assert pruner._reload_dense is not None
+    assert pruner._stages.load_dense is not None
 
 
 def test_an_interrupted_control_leaves_the_recovery_recorded(dense, monkeypatch):
@@ -240,7 +240,7 @@ def test_an_interrupted_control_leaves_the_recovery_recorded(dense, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         pruner.recover(config(max_steps=2), control=True)
     assert pruner.report is not None and len(pruner.report.recovery) == 1
-    assert pruner._stage == "recovered" and pruner._control is None
+    assert pruner._stages.now == "recovered" and pruner._stages.control is None
     assert pruner.model.config.pruning_config["recovery"]
 
 
@@ -250,7 +250,7 @@ def test_nothing_better_is_no_stage_of_its_own(dense, monkeypatch):
     monkeypatch.setattr(module, "train", lambda *_: Trained(1, 0, None, []))
     report = pruner.recover(config(), control=True)
     assert report.control is not None and not report.kept and not report.control.kept
-    assert pruner._stage == "pruned" and pruner._control is None
+    assert pruner._stages.now == "pruned" and pruner._stages.control is None
     assert "recovery" not in pruner.model.config.pruning_config
     measure(pruner)
     assert list(pruner.evaluations) == ["dense", "pruned"]
