@@ -1,7 +1,8 @@
 """Processes that train together, as `accelerate launch` starts them: each has a model, and a part of every batch."""
 
+import atexit
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,10 @@ def join() -> PartialState:
     Raises:
         PruningError: it was launched as one of several, and set up to work alone.
     """
+    joined = dist.is_available() and dist.is_initialized()
     state = PartialState(cpu=launched() and on_cpu())
+    if state.num_processes > 1 and not joined:
+        atexit.register(_part)
     if launched() and state.num_processes == 1:
         raise PruningError(
             f"This is one of {os.environ['WORLD_SIZE']} processes, and accelerate was set up in it to work alone. "
@@ -51,7 +55,24 @@ def is_main() -> bool:
 
 def from_main(value: T) -> T:
     """Return the value that the main process gives: rounding must not make two of them decide differently."""
+    join()
     return broadcast_object_list([value])[0]
+
+
+def in_main(work: Callable[[], T]) -> T:
+    """Let the main process do what must be done once; its result, or its error, is that of all."""
+    found, error = None, None
+    if join().is_main_process:
+        try:
+            found = work()
+        except Exception as raised:
+            if count() == 1:
+                raise
+            error = raised  # the others wait to hear of it
+    found, error = from_main((found, error))
+    if error is not None:
+        raise error
+    return found  # pyright: ignore[reportReturnType] - there is one where there is no error
 
 
 def check_alike(identity: Mapping[str, Any]) -> None:
@@ -63,14 +84,22 @@ def check_alike(identity: Mapping[str, Any]) -> None:
     Raises:
         PruningError: in all of them, naming what differs.
     """
+    join()
     everyone = gather_object([identity])
     if differing := [name for name, value in identity.items() if any(other[name] != value for other in everyone)]:
         raise PruningError(
-            f"The {len(everyone)} processes that train together differ in their {', '.join(differing)}. Load a "
-            "checkpoint that was pruned before, and name a dataset instead of text that each of them writes itself."
+            f"The {len(everyone)} processes that train together differ in their {', '.join(differing)}. Tell "
+            "them the same, load a checkpoint that was pruned before, and name a dataset instead of text that each of "
+            "them writes itself."
         )
 
 
 def each(machine: str) -> str:
     """Word a machine of which each process has one."""
     return machine if count() == 1 else f"{count()} x {machine}"
+
+
+def _part() -> None:
+    """Leave in order: threads of the connection that are alive at the end would make it a crash."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

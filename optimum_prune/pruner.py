@@ -73,7 +73,7 @@ class Pruner:
             return pruner
         where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         if pruner.report is None:
-            pruner.report, pruner._stages.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
+            pruner.report, pruner.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
         apart = pruner.report is not None and any(found.is_apart for found in pruner.report.recovery)
         if (apart or source is not None) and (adapter := copy_adapter(name_or_path, **where)):
             pruner._stages.set_adapter(adapter)
@@ -84,10 +84,18 @@ class Pruner:
         """The live model; `prune` and `recover` change it in place."""
         return self._stages.model
 
+    @model.setter
+    def model(self, model: PreTrainedModel) -> None:
+        self._stages.model = model
+
     @property
     def evaluations(self) -> dict[str, Evaluation]:
         """What `evaluate` measured, by `"dense"`, `"pruned"`, `"recovered"` and `"control"`."""
         return self._stages.evaluations
+
+    @evaluations.setter
+    def evaluations(self, evaluations: dict[str, Evaluation]) -> None:
+        self._stages.evaluations = evaluations
 
     @property
     def is_pruned(self) -> bool:
@@ -265,6 +273,8 @@ class Pruner:
         **kwargs: Any,
     ) -> str:
         """Write model, tokenizer, report and a measured model card, whole or not at all.
+
+        Of processes that train together the main one writes, and the others do not wait for it.
 
         The adapter of a recovery that was not merged goes into the folder `adapter`, as PEFT writes it:
         `PeftModel.from_pretrained(model, directory, subfolder="adapter")` puts it on.

@@ -93,7 +93,7 @@ class Stages:
             kept: whether it changed anything.
         """
         if self.now == "dense":
-            self._pruned_by_others = True
+            self._pruned_by_others, self._reference = True, None  # what was taken for dense was not
             if "dense" in self.evaluations:
                 self.evaluations["pruned"] = self.evaluations.pop("dense")
         if load_dense is not self.load_dense:

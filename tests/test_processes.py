@@ -34,6 +34,23 @@ torch.save(model.state_dict(), folder / f"{rank}.pt")
 """
 
 
+MISTAKES = """
+import sys
+from pathlib import Path
+from optimum_prune.errors import PruningError
+from optimum_prune.processes import join
+from optimum_prune.recovery.recover import recover
+from tests.recovery.runs import config, pruned
+
+folder, rank = Path(sys.argv[1]), join().process_index
+for directory in (folder, folder / "mine" if rank else None, folder / "ours"):
+    try:
+        recover(pruned(), config(max_steps=2), directory=directory)
+    except PruningError as error:
+        print(f"{rank}: {error}")
+"""
+
+
 def work(folder, how, **options):
     (folder / "work.py").write_text(WORK)
     return run_two(folder / "work.py", folder, json.dumps(STEPS | options), how)
@@ -77,8 +94,20 @@ def test_one_of_them_speaks_and_writes(together):
 def test_different_models_are_refused(tmp_path):
     done = work(tmp_path, "spoiled")
     assert done.returncode != 0
-    assert "The 2 processes that train together differ in their weights. Load a checkpoint" in done.stderr
+    assert "The 2 processes that train together differ in their weights. Tell them the same, load" in done.stderr
     assert not (tmp_path / "saved").exists()
+
+
+def test_what_one_is_refused_all_are_refused(tmp_path):
+    """And none waits for ever for one that has found out: all may try again."""
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    done = run_two(tmp_path / "mistakes.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        first, second = [line for line in done.stdout.splitlines() if line.startswith(f"{rank}: ")]
+        assert "is not empty and holds no checkpoints of a recovery. Pass another directory." in first
+        assert "The 2 processes that train together differ in their directory." in second
+    assert (tmp_path / "ours" / "checkpoint-2").is_dir() and not (tmp_path / "mine").exists()
 
 
 def test_processes_that_would_each_train_alone_are_refused(monkeypatch):

@@ -82,7 +82,9 @@ def save_checkpoint(
     companions: Callable[[Path, Written], None] = lambda folder, written: None,
     **kwargs: Any,
 ) -> str:
-    """Write a checkpoint, whole or not at all. Of processes that train together, the main one does.
+    """Write a checkpoint, whole or not at all.
+
+    Of processes that train together the main one writes, and the others do not wait for it.
 
     Args:
         model: its config is made truthful first.

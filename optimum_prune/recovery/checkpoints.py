@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import nn
@@ -17,9 +19,11 @@ from optimum_prune import processes
 from optimum_prune.errors import CheckpointError, PruningError
 from optimum_prune.fetching import fetch_json
 
+logger = logging.getLogger(__name__)
+
 IDENTITY = "recovery.json"
 """File beside the checkpoints: of which recovery they are."""
-LOCK = "recovery.lock"
+LOCK = ".recovery.lock"
 """File beside it that one recovery at a time holds."""
 STATE = "trainer_state.json"
 """File of a checkpoint that a Trainer writes last."""
@@ -37,24 +41,25 @@ def checkpoints(directory: str | Path | None, identify: Callable[[], Mapping[str
         CheckpointError: it holds checkpoints of another recovery, or another process trains there at this moment.
         PruningError: processes that train together are not of one recovery.
     """
-    identity = {} if directory is None and processes.count() == 1 else identify()  # which reads all weights
-    processes.check_alike(identity)
-    if directory is None:
-        with TemporaryDirectory(prefix="optimum-prune-") as own:
-            folder = Path(processes.from_main(own))
-            if not folder.is_dir():
-                raise CheckpointError(
-                    f"{folder}, where the main process writes checkpoints, is not seen by another. Pass a directory "
-                    "that all of them see."
-                )
-            yield folder
-            processes.join().wait_for_everyone()  # the others may still be reading there
-        return
-    folder = check_directory(directory)
-    with _locked(folder):
-        with processes.join().main_process_first():
+    identity = {}
+    if directory is not None or processes.count() > 1:  # else nobody asks, and it reads all weights
+        identity = {**identify(), "processes": processes.count()}
+    processes.check_alike(identity | {"directory": directory and str(directory)})
+    with ExitStack() as held:
+
+        def prepare() -> Path:
+            if directory is None:
+                folder = Path(held.enter_context(TemporaryDirectory(prefix="optimum-prune-")))
+            else:
+                folder = _checked(directory)
+                held.enter_context(_locked(folder))
             _identify(folder, identity)
+            return folder
+
+        folder = processes.in_main(prepare)
+        _check_seen(folder)
         yield folder
+        processes.join().wait_for_everyone()  # some may still be reading there
 
 
 def check_directory(directory: str | Path) -> Path:
@@ -66,21 +71,7 @@ def check_directory(directory: str | Path) -> Path:
     Raises:
         CheckpointError: it holds other files, or cannot be written to.
     """
-    try:
-        with processes.join().main_process_first():
-            folder = Path(directory).resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(path.name != LOCK for path in folder.iterdir()) and not (folder / IDENTITY).exists():
-                raise CheckpointError(
-                    f"{folder} is not empty and holds no checkpoints of a recovery. Pass another directory."
-                )
-            with TemporaryDirectory(dir=folder, prefix=".trial-"):
-                pass  # the only answer that holds on every file system
-    except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints cannot be written to {directory}: {error.strerror}. Pass another directory."
-        ) from error
-    return folder
+    return processes.in_main(lambda: _checked(directory))
 
 
 def latest(directory: Path) -> Path | None:
@@ -91,7 +82,8 @@ def latest(directory: Path) -> Path | None:
             json.loads((path / STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        return path
+        if _has_random_states(path):
+            return path
     return None
 
 
@@ -104,7 +96,7 @@ def writing(directory: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, EOFError, SafetensorError, RuntimeError) as error:
         # torch.save has no other kind of error for a disk that is full
         if isinstance(error, PruningError) or (type(error) is RuntimeError and "stream" not in str(error).lower()):
             raise
@@ -123,22 +115,63 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+def _checked(directory: str | Path) -> Path:
+    try:
+        folder = Path(directory).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        # hidden: the lock, and what a killed process left of a trial
+        foreign = any(not path.name.startswith(".") for path in folder.iterdir())
+        if foreign and not (folder / IDENTITY).exists():
+            raise CheckpointError(
+                f"{folder} is not empty and holds no checkpoints of a recovery. Pass another directory."
+            )
+        with TemporaryDirectory(dir=folder, prefix=".trial-"):
+            pass  # the only answer that holds on every file system
+    except OSError as error:
+        raise CheckpointError(
+            f"Checkpoints cannot be written to {directory}: {error.strerror}. Pass another directory."
+        ) from error
+    return folder
+
+
+def _check_seen(folder: Path) -> None:
+    """Refuse a folder that some process does not see: it would keep another step than the main one.
+
+    Raises:
+        CheckpointError: in all processes.
+    """
+    if not all(gather_object([(folder / IDENTITY).is_file()])):
+        raise CheckpointError(
+            f"{folder}, where the main process writes checkpoints, is not seen by every process. Pass a directory that "
+            "is."
+        )
+
+
+def _has_random_states(checkpoint: Path) -> bool:
+    """Tell whether every process has written its own, which the main one does not wait for."""
+    everyone = {checkpoint / f"rng_state_{process}.pth" for process in range(processes.count())}
+    return processes.count() == 1 or all(path.is_file() and path.stat().st_size for path in everyone)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep a second recovery out; the system lets go of the lock however this one ends.
 
     Raises:
-        CheckpointError: there is one already.
+        CheckpointError: there is one already, or the file of the lock is somebody else's.
     """
-    if not processes.is_main():
-        yield
-        return
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
         raise CheckpointError(
             f"Another process trains in {folder} at this moment. Wait for it, or pass another directory."
+        ) from error
+    except NotImplementedError:
+        logger.info("The disk of %s has no locks; see to it that nobody else trains there.", folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / LOCK} cannot be locked: {error.strerror}. Delete it, or pass another directory."
         ) from error
     try:
         yield

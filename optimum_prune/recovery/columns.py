@@ -92,10 +92,13 @@ def _worded(row: dict[str, Any]) -> Any:
 
 def _words(part: Any) -> str:
     """Return the words of a part of a turn, `{"type": "text", "text": ...}`."""
-    words, kind = (part.get("text"), part.get("type")) if isinstance(part, dict) else (part, None)
-    if not isinstance(words, str):
-        raise ValueError(f"a chat holds a part that is no text ({kind or type(part).__name__}); leave such rows out")
-    return words
+    if not isinstance(part, dict):
+        part = {"type": "text" if isinstance(part, str) else type(part).__name__, "text": part}
+    if part.get("type") != "text":
+        raise ValueError(
+            f"a chat holds a part of type {part.get('type')!r}, and words are of type 'text'; leave it out"
+        )
+    return part.get("text") or ""
 
 
 def _labelled(column: str, row: dict[str, Any]) -> tuple[Any, Any]:

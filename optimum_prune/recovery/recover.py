@@ -16,6 +16,7 @@ from optimum_prune.calibration.sources import open_source
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.measurements import describe_machine
 from optimum_prune.modes import as_it_was
+from optimum_prune.recovery.adapter import is_adapter
 from optimum_prune.recovery.arguments import check_trainer_options
 from optimum_prune.recovery.checkpoints import checkpoints, digest, writing
 from optimum_prune.recovery.columns import training_columns
@@ -66,6 +67,7 @@ def recover(
     """
     start = time.perf_counter()
     RecoveryConfig.check_type(config)
+    processes.join()
     check_recovery(model, config, calibration=calibration)
     if config.uses_teacher and dense is None:
         raise InvalidConfig(
@@ -108,7 +110,9 @@ def recover(
             # no comparison with NaN is true
             kept = trained.best_step > 0 and objective.of_losses(after) < objective.of_losses(before)
             if kept and adapter is not None:
-                _write(adapted, adapter)
+                processes.in_main(lambda: _write(adapted, Path(adapter)))
+                if not is_adapter(Path(adapter)):  # another process may have a folder of its own
+                    _write(adapted, Path(adapter))
             elif kept:
                 _merge(adapted, config.merge)
     report = RecoveryReport(
@@ -172,14 +176,13 @@ def _teacher(
     return CachedTeacher.ask(teacher, samples, collate, config.teacher_top_k)
 
 
-def _write(adapted: Any, folder: str | Path) -> None:
+def _write(adapted: Any, folder: Path) -> None:
     """Write an adapter as PEFT does, but for the base that it names: it takes the dense model for it."""
-    with processes.join().main_process_first():  # the others write the same, wherever their folder is
-        adapted.save_pretrained(str(folder), save_embedding_layers=False)
-        config = adapted.peft_config[adapted.active_adapter]
-        config.base_model_name_or_path, config.inference_mode = None, True
-        config.save_pretrained(str(folder))
-        (Path(folder) / "README.md").unlink(missing_ok=True)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    config = adapted.peft_config[adapted.active_adapter]
+    config.base_model_name_or_path, config.inference_mode = None, True
+    config.save_pretrained(str(folder))
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def _merge(adapted: Any, how: str) -> None:

@@ -66,8 +66,8 @@ def train(
     """
     checkpoint = latest(directory)
     if checkpoint is not None and (state := _finished(checkpoint)) is not None:
-        if state.best_global_step:
-            _load_adapter(adapted, directory / f"checkpoint-{state.best_global_step}")
+        if (best := _best(state, directory)) is not None:
+            adapted.load_adapter(str(best), adapted.active_adapter)
         return Trained.of(state)
     bar = LossBar()
     callbacks: list[TrainerCallback] = [bar, StopDiverged()]
@@ -91,6 +91,7 @@ def train(
             bar.close()
             # Autocast is for training alone: what is measured from here on is measured as before it.
             trainer.accelerator.unwrap_model(adapted, keep_fp32_wrapper=False)
+    _best(trainer.state, directory)  # where it is gone, the Trainer goes on with the last
     return Trained.of(trainer.state)
 
 
@@ -148,7 +149,15 @@ def _finished(checkpoint: Path) -> TrainerState | None:
     return state if stopped else None
 
 
-def _load_adapter(adapted: Any, checkpoint: Path) -> None:
+def _best(state: Any, directory: Path) -> Path | None:
+    """Return the checkpoint of the best step, if there is one.
+
+    Raises:
+        CheckpointError: it is gone.
+    """
+    if not state.best_global_step:
+        return None
+    checkpoint = directory / f"checkpoint-{state.best_global_step}"
     if not (checkpoint / WEIGHTS).is_file():  # PEFT would look for it on the Hub
         raise CheckpointError(f"{checkpoint} has no {WEIGHTS} any more. Delete the folder that it is in to begin anew.")
-    adapted.load_adapter(str(checkpoint), adapted.active_adapter)
+    return checkpoint

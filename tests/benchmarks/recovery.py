@@ -110,12 +110,12 @@ def _masks(calibration: Any, evaluation: Any) -> None:
     for merge in ("masked", "remask", "plain"):
         pruner = load_pruner()
         pruner.prune(PruningConfig(pattern="2:4", scorer="sparsegpt", calibration=data))
-        before = _perplexities(pruner, evaluation)["pruned"]
+        before, weights = _perplexities(pruner, evaluation)["pruned"], _weights(pruner)
         report = pruner.recover(_recovery(calibration, merge=merge))
         after = _perplexities(pruner, evaluation)["recovered"]
         assert report.merged is not None
         print(
-            f"| {merge} | {_pair(before)} | {_pair(after)} | {_sparsity(pruner):.4f} "
+            f"| {merge} | {_pair(before)} | {_pair(after)} | {report.zeros_after / weights:.4f} "
             f"| {_is_2_of_4(pruner)} | {report.after.lm:.5f}, {report.merged.lm:.5f} | {report.seconds:.0f} |",
             flush=True,
         )
@@ -144,9 +144,8 @@ def _trained(_calibration: Any, _evaluation: Any) -> None:
             )
 
 
-def _sparsity(pruner: Pruner) -> float:
-    masks = masks_of(pruner.model).values()
-    return 1 - sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.numel() for mask in masks))
+def _weights(pruner: Pruner) -> int:
+    return sum(mask.numel() for mask in masks_of(pruner.model).values())
 
 
 def _is_2_of_4(pruner: Pruner) -> bool:

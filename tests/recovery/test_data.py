@@ -444,14 +444,14 @@ def in_parts(chat, *more):
 def test_contents_in_parts(load, tokenizer):
     """As processors of images have them, here of words alone."""
     tokenizer.chat_template = TEMPLATE
-    parts = Dataset.from_dict({"messages": [in_parts(CHAT), in_parts(OTHER)]})
+    parts = Dataset.from_dict({"messages": [in_parts(CHAT), in_parts(OTHER, {"type": "text", "text": None})]})
     assert spoken(load(parts, LONG), tokenizer) == spoken(load(CHATS, LONG), tokenizer)
 
 
 def test_parts_that_are_no_text_are_refused(load):
-    """Not left out in silence: the answer may speak of them."""
-    pictures = Dataset.from_dict({"messages": [in_parts(CHAT, {"type": "image", "text": None}), in_parts(OTHER)]})
-    with pytest.raises(CalibrationError, match=r"a chat holds a part that is no text \(image\); leave such rows out"):
+    """Not left out in silence: the answer may speak of them. Nor are thoughts words of the answer."""
+    pictures = Dataset.from_dict({"messages": [in_parts(CHAT, {"type": "image", "text": ""}), in_parts(OTHER)]})
+    with pytest.raises(CalibrationError, match="a chat holds a part of type 'image', and words are of type 'text'"):
         load(pictures)
 
 

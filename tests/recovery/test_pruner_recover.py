@@ -14,7 +14,8 @@ from optimum_prune.pruner import Pruner
 from optimum_prune.recovery import recover as module
 from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.recovery.training import RecoveryTrainer, Trained
-from tests.models import tokens
+from tests.models import llama, tokens
+from tests.pruned import holes
 from tests.recovery.runs import IDS, config, everything
 from tests.zeroed import bits
 
@@ -215,6 +216,15 @@ def test_a_model_pruned_by_others(dense, tmp_path):
     assert recovered.kl is not None and foreign.evaluations["dense"].perplexity != pruned.perplexity
     foreign.save_pretrained(tmp_path)
     assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path).config, "pruning_config")
+
+
+def test_what_was_taken_for_dense_is_no_reference_any_more():
+    """A live model that others pruned: what was measured before its recovery is not the dense model."""
+    pruner = Pruner(holes(llama()))
+    assert measure(pruner).kl is None
+    assert pruner.recover(config(max_steps=2)).kept
+    assert measure(pruner).kl is None
+    assert list(pruner.evaluations) == ["pruned", "recovered"]
 
 
 def test_a_dense_model_that_is_not_there(merged, dense, tmp_path):

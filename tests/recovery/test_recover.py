@@ -15,11 +15,12 @@ from datasets import Dataset
 from peft import PeftModel
 from safetensors import SafetensorError
 
+from optimum_prune import processes
 from optimum_prune.errors import CalibrationError, CheckpointError, InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.pipeline import prune
 from optimum_prune.recovery import lora
 from optimum_prune.recovery import recover as module
-from optimum_prune.recovery.checkpoints import IDENTITY
+from optimum_prune.recovery.checkpoints import IDENTITY, LOCK, checkpoints, latest
 from optimum_prune.recovery.recover import check_recovery, recover
 from optimum_prune.recovery.training import RecoveryTrainer
 from tests.calibration.conftest import picture
@@ -411,6 +412,63 @@ def test_two_recoveries_in_one_folder(tmp_path, monkeypatch):
     assert recover(pruned(), config(), directory=tmp_path).steps == 4
     monkeypatch.undo()
     assert recover(pruned(), config(), directory=tmp_path).steps == 4  # the first is over
+
+
+def test_a_lock_that_is_somebody_elses(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(CheckpointError, match=r"recovery\.lock cannot be locked: .*\. Delete it, or pass another"):
+        recover(pruned(), config(), directory=tmp_path)
+
+
+def test_what_a_killed_process_left_of_its_trial_does_not_count(tmp_path):
+    (tmp_path / ".trial-abc").mkdir()
+    assert recover(pruned(), config(), directory=tmp_path).steps == 4
+
+
+def test_checkpoints_of_another_number_of_processes_are_refused(tmp_path, monkeypatch):
+    """They would go on with another batch."""
+    with checkpoints(tmp_path, lambda: {"data": 1}) as folder:
+        (folder / "checkpoint-2").mkdir()
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with (
+        pytest.raises(CheckpointError, match="checkpoints of another recovery: processes differ"),
+        checkpoints(tmp_path, lambda: {"data": 1}),
+    ):
+        pass
+
+
+def test_a_checkpoint_without_the_random_state_of_every_process_is_not_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    for step in (2, 4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"):
+            (folder / name).write_text("{}")
+    assert latest(tmp_path) == tmp_path / "checkpoint-6"
+    (tmp_path / "checkpoint-6" / "rng_state_1.pth").unlink()
+    (tmp_path / "checkpoint-4" / "rng_state_1.pth").write_text("")
+    assert latest(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_best_step_that_is_gone_at_the_end(tmp_path, monkeypatch):
+    """A Trainer would go on with the last one, and the report with the best."""
+    evaluate = RecoveryTrainer.evaluate
+
+    def losing(self, *args, **kwargs):
+        if self.state.global_step == 8:
+            shutil.rmtree(tmp_path / "folder" / f"checkpoint-{self.state.best_global_step}")
+            metrics = {"eval_loss": 99.0}  # the last is not the best
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecoveryTrainer, "evaluate", losing)
+    model = pruned()
+    before = everything(model)
+    with pytest.raises(CheckpointError, match=r"checkpoint-6 has no adapter_model\.safetensors any more"):
+        recover(model, config(**LONG), directory=tmp_path / "folder")
+    assert_untouched(model, before)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"config": 1}'])
