@@ -6,12 +6,14 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from optimum_prune import processes
+from optimum_prune import Pruner, PruningConfig, processes
+from optimum_prune.comparing import running
 from optimum_prune.errors import InvalidConfig, PruningError
-from optimum_prune.integrations import hub
+from optimum_prune.integrations import hub, layouts
+from optimum_prune.recovery.data import load_training_data
 from optimum_prune.recovery.recover import recover
 from tests.processes import run_two
-from tests.recovery.runs import config, largest_difference, pruned
+from tests.recovery.runs import IDS, config, largest_difference, pruned
 
 STEPS = {"max_steps": 6, "evaluations": 3, "num_samples": 20}  # whole batches: DDP fills the last up
 WORK = """
@@ -136,6 +138,24 @@ def test_one_process_trains_on_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))
     made = arguments(config(batch_size=3), tmp_path, on_cpu=False)
     assert (made.n_gpu, made.train_batch_size) == (1, 3)
+
+
+def test_each_process_has_samples_of_its_own(monkeypatch):
+    rows = [[5 + i % 8, 5 + i // 8, 6, 7] for i in range(60)]
+    asked = config(dataset=rows, num_samples=None, max_steps=4, batch_size=4)
+    alone = load_training_data(asked, pruned())
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    assert (len(alone.train), len(load_training_data(asked, pruned()).train)) == (16, 32)
+
+
+def test_others_save_nothing(monkeypatch, tmp_path):
+    pruner = Pruner(pruned())
+    layout = pruner.save_pretrained(tmp_path / "main")
+    for module in (layouts, running):
+        monkeypatch.setattr(module, "is_main", lambda: False)
+    assert pruner.save_pretrained(tmp_path / "other") == layout
+    pruner.compare([PruningConfig(scorer="random", sparsity=0.2)], IDS, directory=tmp_path / "compared", seq_len=16)
+    assert [path.name for path in tmp_path.iterdir()] == ["main"]
 
 
 def test_others_publish_nothing(monkeypatch, tmp_path):
