@@ -31,9 +31,9 @@ def join() -> PartialState:
     Raises:
         PruningError: it was launched as one of several, and set up to work alone.
     """
-    joined = dist.is_available() and dist.is_initialized()
+    joined = _is_joined()
     state = PartialState(cpu=launched() and on_cpu())
-    if state.num_processes > 1 and not joined:
+    if _is_joined() and not joined:
         atexit.register(_part)
     if launched() and state.num_processes == 1:
         raise PruningError(
@@ -50,7 +50,7 @@ def count() -> int:
 
 def is_main() -> bool:
     """Tell whether this process writes for all; as long as none have joined, each does for itself."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not _is_joined() or dist.get_rank() == 0
 
 
 def from_main(value: T) -> T:
@@ -99,7 +99,11 @@ def each(machine: str) -> str:
     return machine if count() == 1 else f"{count()} x {machine}"
 
 
+def _is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _part() -> None:
     """Leave in order: threads of the connection that are alive at the end would make it a crash."""
-    if dist.is_initialized():
+    if _is_joined():
         dist.destroy_process_group()
