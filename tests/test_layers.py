@@ -25,6 +25,7 @@ LAYERS = [
         "sizes",
         "scoring",
         "modes",
+        "processes",
         "calibration",
         "layerwise",
     }
@@ -51,6 +52,7 @@ LAYERS = [
         "metrics",
         "latency",
         "evaluation",
+        "stages",
     }
     | {"planning", "comparing", "plots", "recovery"},
     {"integrations"},
