@@ -82,15 +82,15 @@ def check_trainer_options(options: dict[str, Any] | None) -> None:
             raise refuse(f"trainer_options[{name!r}]", "a number", value)
     given = {"output_dir": "", "use_cpu": processes.on_cpu(), "report_to": "none"} | (options or {})
     try:
-        arguments = TrainingArguments(**given)
+        made = TrainingArguments(**given)
     except (ValueError, TypeError, ImportError) as error:
         raise InvalidConfig(f"trainer_options are refused by TrainingArguments: {error}") from error
     try:
-        if arguments.use_liger_kernel:
+        if made.use_liger_kernel:
             raise ValueError("use_liger_kernel changes the model's class for good")
         with own_random_state(), TemporaryDirectory() as folder:  # which it makes
-            arguments.output_dir = folder
-            Trainer(nn.Linear(1, 1), arguments)
+            made.output_dir = folder
+            Trainer(nn.Linear(1, 1), made)
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise InvalidConfig(f"trainer_options are refused by the Trainer: {error}") from error
 
