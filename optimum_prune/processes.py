@@ -21,7 +21,7 @@ def launched() -> bool:
 
 
 def on_cpu() -> bool:
-    """Tell whether launched processes train on CPUs: where there is nothing else, or they were told so."""
+    """Tell whether processes train on CPUs: where there is nothing else, or they were told so."""
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
@@ -32,7 +32,7 @@ def join() -> PartialState:
         PruningError: it was launched as one of several, and set up to work alone.
     """
     joined = _is_joined()
-    state = PartialState(cpu=launched() and on_cpu())
+    state = PartialState(cpu=on_cpu())
     if _is_joined() and not joined:
         atexit.register(_part)
     if launched() and state.num_processes == 1:

@@ -21,7 +21,7 @@ from optimum_prune.fetching import cause, fetch, fetch_json, said
 from optimum_prune.integrations.layouts import CARD_MARK, PICTURES, STALE
 from optimum_prune.integrations.loading import REPORT
 from optimum_prune.processes import is_main
-from optimum_prune.recovery.adapter import FOLDER
+from optimum_prune.recovery.adapter import CONFIG, FOLDER
 from optimum_prune.report import is_hub_id
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _stale(api: HfApi, to: Destination, sent: Collection[str]) -> list[str]:
     """Return what would stay in the repository and speak of an older checkpoint, its card included."""
     listed = api.list_repo_files(to.repo_id, revision=to.revision)
     left = [name for name in listed if name not in sent]
-    folders = (f"{PICTURES}/", f"{FOLDER}/") if f"{FOLDER}/adapter_config.json" in listed else (f"{PICTURES}/",)
+    folders = (f"{PICTURES}/", f"{FOLDER}/") if f"{FOLDER}/{CONFIG}" in listed else (f"{PICTURES}/",)
     stale = [name for name in left if STALE.fullmatch(name) or name.startswith(folders)]
     if "README.md" in left:
         card = fetch(to.repo_id, "README.md", revision=to.revision, token=to.token)

@@ -149,8 +149,10 @@ def _check_seen(folder: Path) -> None:
 
 def _has_random_states(checkpoint: Path) -> bool:
     """Tell whether every process has written its own, which the main one does not wait for."""
-    everyone = {checkpoint / f"rng_state_{process}.pth" for process in range(processes.count())}
-    return processes.count() == 1 or all(path.is_file() and path.stat().st_size for path in everyone)
+    if processes.count() == 1:
+        return True  # `STATE` is written after it
+    everyone = [checkpoint / f"rng_state_{process}.pth" for process in range(processes.count())]
+    return all(path.is_file() and path.stat().st_size for path in everyone)
 
 
 @contextmanager
