@@ -9,8 +9,9 @@ from torch import nn
 
 from optimum_prune import registry
 from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
-from optimum_prune.errors import InvalidConfig, UnsupportedArchitecture, UnsupportedModel, unknown
+from optimum_prune.errors import InvalidConfig, UnsupportedModel, unknown
 from optimum_prune.skipping import Skipped
+from optimum_prune.wrapping import check_unwrapped
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What a plain weight may be. Narrower floating-point types are quantised: their scales live elsewhere."""
@@ -116,29 +117,37 @@ class BoundGroup:
 
 
 def adapter_for(model: nn.Module) -> Adapter:
-    """Find the adapter of a model by its config's `model_type`."""
-    config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if not isinstance(model_type, str):
-        raise UnsupportedArchitecture(
-            f"{type(model).__name__} has no config.model_type, so its architecture is unknown. "
-            "Pass a transformers model, e.g. AutoModelForCausalLM.from_pretrained(...)."
-        )
-    return registry.load("adapters", model_type)
+    """Find the adapter of a model by its config's `model_type`.
+
+    Raises:
+        UnsupportedArchitecture: there is none, or it is no transformers model.
+        UnsupportedModel: the model is wrapped.
+    """
+    check_unwrapped(model)
+    return registry.load("adapters", model.config.model_type)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 def stacks(model: nn.Module, adapter: Adapter) -> list[BoundStack]:
     """Find the declared stacks that the model has, in the order in which data flows through them.
 
-    The path is also tried without the model's `base_model_prefix`, since `AutoModel` returns the headless base model
-    (`layers`, not `model.layers`), and with it, since T5's classifiers hold a T5.
+    Besides the declared path, three others are tried: without the model's `base_model_prefix`, because `AutoModel`
+    returns the headless base model (`layers`, not `model.layers`); with that prefix in front, because T5's classifiers
+    hold a T5; and with that prefix as first part, because Llama's class for question answering calls its base model
+    `transformer`.
     """
     prefix = getattr(model, "base_model_prefix", "") + "."
     modules = dict(model.named_modules())
     return [
         BoundStack(stack, path, modules[path])  # pyright: ignore[reportArgumentType]
         for stack in adapter.stacks
-        for path in dict.fromkeys((stack.path, stack.path.removeprefix(prefix), prefix + stack.path))
+        for path in dict.fromkeys(
+            (
+                stack.path,
+                stack.path.removeprefix(prefix),
+                prefix + stack.path,
+                prefix + stack.path.partition(".")[2],
+            )
+        )
         if path in modules
     ]
 
@@ -155,7 +164,8 @@ def bind(model: nn.Module, adapter: Adapter | None = None) -> list[BoundGroup]:
     if not live:
         raise UnsupportedModel(
             f"{type(model).__name__} has no {' or '.join(stack.path for stack in adapter.stacks)}, where the blocks "
-            f"of a {adapter.model_type} model are expected. Pass the transformers model itself, without wrappers."
+            f"of a {adapter.model_type} model are expected, so this class cannot be pruned. Load another class of that "
+            f"type, e.g. {adapter.auto_class}.from_pretrained(...)."
         )
     bound = [
         BoundGroup(group, found.stack, found.path, layer, block)

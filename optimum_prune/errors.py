@@ -34,7 +34,7 @@ class PublishError(PruningError, RuntimeError):
     """The Hub did not take a checkpoint, which is still whole where it was saved."""
 
 
-def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
+def unknown(kind: str, given: object, allowed: Iterable[str], *, suggest: bool = True) -> str:
     """Word the message about a name that does not exist.
 
     >>> unknown("scorer", "wandaa", ["ntk", "wanda"])
@@ -44,9 +44,10 @@ def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
         kind: what the name is a name of.
         given: what the user wrote.
         allowed: the names that exist.
+        suggest: whether the nearest name may be meant. Model types that are spelled alike are different models.
     """
     allowed = list(allowed)
     supported = ", ".join(map(repr, allowed)) or "none"
-    nearest = get_close_matches(str(given).lower(), allowed, n=1)
+    nearest = get_close_matches(str(given).lower(), allowed, n=1) if suggest else []
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"Unknown {kind} {given!r}; supported: {supported}.{suggestion}"

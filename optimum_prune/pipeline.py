@@ -12,17 +12,19 @@ import optimum_prune
 from optimum_prune import registry
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.calibration.data import CalibrationData, load_samples
+from optimum_prune.calibration.gradients import check_head
 from optimum_prune.calibration.request import resolve
 from optimum_prune.config import CalibrationConfig, PruningConfig
-from optimum_prune.depth import find_depth_targets, generation_warnings
+from optimum_prune.depth import DepthTargets, find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets, find_mask_targets
 from optimum_prune.padded import check_unpadded
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.selection import Selection, select, widened
-from optimum_prune.structured import find_targets, resolve_compensation
+from optimum_prune.structured import Targets, find_targets, resolve_compensation
 from optimum_prune.surgery import cutting
+from optimum_prune.wrapping import check_unwrapped
 
 FIND_TARGETS = {
     "structured": find_targets,
@@ -62,10 +64,11 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         PruningError: one of its kinds; says what to do.
     """
     start = time.perf_counter()
+    check_unwrapped(model)
     PruningConfig.check_type(config)
     earlier: dict[str, Any] = getattr(model.config, "pruning_config", None) or {}
     scorer = load_scorer(config)
-    targets = FIND_TARGETS[config.kind](model, config, scorer)
+    targets = find_targets_of(model, config, scorer)
     targets.check(model)
     check_unpadded(model)
     parameters = model.num_parameters()
@@ -115,6 +118,25 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         report.warnings += [*targets.notes, *generation_warnings(model)]
         model.config.pruning_config = report.record()
     return report
+
+
+def find_targets_of(
+    model: PreTrainedModel, config: PruningConfig, scorer: Scorer
+) -> Targets | DepthTargets | MaskTargets:
+    """Find what a config targets in a model.
+
+    Args:
+        model: a skeleton will do.
+        config: of the run.
+        scorer: of the config.
+
+    Raises:
+        PruningError: whatever the names, shapes and the class of the model tell.
+    """
+    targets = FIND_TARGETS[config.kind](model, config, scorer)
+    if scorer.needs_gradients:
+        check_head(model)
+    return targets
 
 
 def needs_data(config: PruningConfig, scorer: Scorer) -> bool:

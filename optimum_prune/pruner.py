@@ -32,6 +32,7 @@ from optimum_prune.recovery.teacher import beside
 from optimum_prune.report import PruningReport
 from optimum_prune.sparsity import masks_of
 from optimum_prune.stages import Stages
+from optimum_prune.wrapping import check_language_model, check_unwrapped
 
 
 class Pruner:
@@ -44,6 +45,7 @@ class Pruner:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, processor: Any = None):
+        check_unwrapped(model)
         self.tokenizer: Any = tokenizer or getattr(processor, "tokenizer", None)
         self.processor = processor
         self.report = report_at_load(model)
@@ -249,8 +251,7 @@ class Pruner:
         """
         config = CalibrationConfig(dataset, **options)
         check_evaluation(config.source, config.selection)
-        if not self.model.can_generate():
-            raise InvalidConfig(f"Only language models can be evaluated, and {type(self.model).__name__} is none.")
+        check_language_model(self.model, "evaluated")
         self._stages.notice_changes()
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
         return self._stages.measure(data, batch_size=config.batch_size, latency=latency)

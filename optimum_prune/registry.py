@@ -10,21 +10,11 @@ import pkgutil
 from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedArchitecture, unknown
+from optimum_prune.errors import InvalidConfig, UnsupportedArchitecture, unknown
 
-
-class _Kind(NamedTuple):
-    export: str
-    word: str
-    error: type[PruningError]
-
-
-_KINDS = {
-    "adapters": _Kind("ADAPTER", "architecture", UnsupportedArchitecture),
-    "scorers": _Kind("SCORER", "scorer", InvalidConfig),
-}
+_EXPORTS = {"adapters": "ADAPTER", "scorers": "SCORER"}
 
 
 def available(kind: str) -> list[str]:
@@ -49,10 +39,16 @@ def load(kind: str, name: str) -> Any:
     """
     file = name.replace("-", "_")  # a model_type may hold dashes, a module's name may not
     if file in _files(kind):
-        return getattr(import_module(f"optimum_prune.{kind}.{file}"), _KINDS[kind].export)
+        return getattr(import_module(f"optimum_prune.{kind}.{file}"), _EXPORTS[kind])
     for entry in _entry_points(kind).select(name=name):
         return entry.load()
-    raise _KINDS[kind].error(unknown(_KINDS[kind].word, name, available(kind)))
+    if kind == "adapters":
+        raise UnsupportedArchitecture(
+            f"{unknown('architecture', name, available(kind), suggest=False)} An architecture is added by one file, "
+            f"optimum_prune/adapters/{file}.py, or by another package's entry point in the group "
+            "'optimum_prune.adapters' (README, Contributing)."
+        )
+    raise InvalidConfig(unknown("scorer", name, available(kind)))
 
 
 def _files(kind: str) -> set[str]:

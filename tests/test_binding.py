@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
-from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaModel
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaModel,
+)
 
 from optimum_prune.binding import adapter_for, bind, check_prunable, select
 from optimum_prune.config import PruningConfig
@@ -53,6 +59,8 @@ class TestBind:
     def test_other_heads(self, model):
         classifier = AutoModelForSequenceClassification.from_config(model.config)
         assert names(bind(classifier)) == names(bind(model))
+        extractive = names(bind(AutoModelForQuestionAnswering.from_config(model.config)))
+        assert extractive == [name.replace("model.", "transformer.", 1) for name in names(bind(model))]
 
     def test_unknown_architecture_lists_the_known_ones(self):
         gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
@@ -71,7 +79,7 @@ class TestBind:
         with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj is missing"):
             bind(model)
         del model.model.layers
-        with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM has no model\.layers"):
+        with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM has no model\.layers.*, so this class cannot"):
             bind(model)
 
     def test_rows_that_do_not_fall_into_units(self, model):
@@ -147,7 +155,7 @@ class TestNotPlain:
         from peft import LoraConfig, get_peft_model
 
         wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-        with pytest.raises(UnsupportedModel, match=r"PeftModel has no model\.layers.*without wrappers"):
+        with pytest.raises(UnsupportedModel, match=r"PeftModel is a wrapper around LlamaForC.*without wrappers"):
             bind(wrapped)
         with pytest.raises(UnsupportedModel, match=r"self_attn\.q_proj is a peft\.\S*Linear.*merge or unload adapters"):
             bind(model)  # peft has replaced its layers in place

@@ -234,6 +234,26 @@ def _forward(
     return passes
 
 
+def check_head(model: PreTrainedModel) -> None:
+    """Refuse a model without a language-model head, whose outputs gradients are taken of.
+
+    Args:
+        model: a skeleton will do.
+
+    Raises:
+        UnsupportedModel: naming the class.
+    """
+    if model.get_output_embeddings() is None:
+        raise _no_logits(model)
+
+
+def _no_logits(model: PreTrainedModel) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. Choose a scorer "
+        "that needs no gradients, e.g. 'wanda' or 'magnitude', or load the model with its language-model head."
+    )
+
+
 def _outputs(model: PreTrainedModel, batch: Batch, labels: Tensor) -> Outputs:
     head, states = model.get_output_embeddings(), []
     handle = head.register_forward_pre_hook(lambda _, args: states.append(args[0])) if head is not None else None
@@ -243,10 +263,7 @@ def _outputs(model: PreTrainedModel, batch: Batch, labels: Tensor) -> Outputs:
         if handle is not None:
             handle.remove()
     if logits is None or logits.dim() != 3 or not states:
-        raise UnsupportedModel(
-            f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. "
-            "Load the model with its language-model head, or choose a scorer that needs no data."
-        )
+        raise _no_logits(model)
     mask = batch.get("decoder_attention_mask", batch["attention_mask"])
     return Outputs(logits, states[0], mask.bool().to(logits.device), labels.to(logits.device))
 

@@ -65,6 +65,7 @@ class RunCommand(Command):
         from optimum_prune.pruner import Pruner  # here, because it brings torch
         from optimum_prune.recovery.checkpoints import check_directory
         from optimum_prune.recovery.recover import check_recovery
+        from optimum_prune.wrapping import check_language_model
 
         loading = loading_options(args)
         # Refuse what cannot be before hours of work, not after.
@@ -72,6 +73,8 @@ class RunCommand(Command):
         if args.evaluate is not None:
             open_source(CalibrationConfig(args.evaluate, **measured))
         skeleton = load_skeleton(args.model, **loading)
+        if args.evaluate is not None:
+            check_language_model(skeleton, "evaluated")
         make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
         if recovery is not None:
             if getattr(skeleton.config, "pruning_config", None) is not None:

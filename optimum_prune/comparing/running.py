@@ -59,8 +59,6 @@ def compare(
         PruningError: one of its kinds; says what to do, and of which setting.
     """
     check_evaluation(evaluation.source, evaluation.selection)
-    if not model.can_generate():
-        raise InvalidConfig(f"Only language models can be compared, and {type(model).__name__} is none.")
     trials = prepare(model, settings, sparsities)
     directory = directory if is_main() else None  # one of several writes
     if directory is not None:

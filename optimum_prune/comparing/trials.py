@@ -14,10 +14,11 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.errors import CalibrationError, InvalidConfig
 from optimum_prune.masking import MaskTargets
-from optimum_prune.pipeline import FIND_TARGETS, image_stack, load_scorer, needs_data
+from optimum_prune.pipeline import find_targets_of, image_stack, load_scorer, needs_data
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.selection import widened
 from optimum_prune.structured import Targets
+from optimum_prune.wrapping import check_language_model
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def prepare(
     Raises:
         PruningError: whatever a run would refuse before it reads data; the setting is named.
     """
+    check_language_model(model, "compared")
     trials = [within(name, _trial, model, name, config, skeleton) for name, config in at(named(settings), sparsities)]
     shared = None
     for trial in filter(lambda trial: trial.needs_data, trials):
@@ -86,7 +88,7 @@ def prepare(
 
 def _trial(model: PreTrainedModel, name: str, config: PruningConfig, skeleton: bool) -> Trial:
     scorer = load_scorer(config)
-    targets = FIND_TARGETS[config.kind](model, config, scorer)
+    targets = find_targets_of(model, config, scorer)
     if not skeleton:
         targets.check(model)
     return Trial(name, config, scorer, targets)

@@ -13,7 +13,7 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.masking import MaskTargets
 from optimum_prune.padded import check_unpadded, says_padded
-from optimum_prune.pipeline import FIND_TARGETS, TOLERANCE, difference, image_stack, load_scorer, needs_data
+from optimum_prune.pipeline import TOLERANCE, difference, find_targets_of, image_stack, load_scorer, needs_data
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
@@ -55,7 +55,7 @@ def make_plan(
     PruningConfig.check_type(config)
     devices = checks.integer(1)("tensor_parallel", tensor_parallel)
     scorer = load_scorer(config)
-    targets = FIND_TARGETS[config.kind](model, config, scorer)
+    targets = find_targets_of(model, config, scorer)
     if not skeleton:
         targets.check(model)
         check_unpadded(model)
