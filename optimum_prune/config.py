@@ -97,7 +97,8 @@ class CalibrationConfig(Config):
         "self",
         checks.source,
         "dataset id ('path' or 'path:name'), local file or folder, or 'self': text that the model itself "
-        "generates; in Python also a list of strings, a list of token-id lists or a datasets.Dataset",
+        "generates; in Python also a list of strings, a list of token-id lists or a datasets.Dataset. A folder is read "
+        "as datasets.load_dataset reads it: names of files and sub-folders name its splits",
     )
     num_samples: int = option(32, checks.integer(1), "number of token sequences")
     seq_len: int | None = option(
@@ -110,7 +111,7 @@ class CalibrationConfig(Config):
         4, checks.integer(1), "sequences per forward pass; changes memory and time, not the result"
     )
     seed: int = option(0, checks.integer(0), "seed of the draw of sequences")
-    split: str = option("train", checks.text, "split of a dataset id")
+    split: str = option("train", checks.text, "split of a dataset id or of a folder")
     text_column: str | None = option(
         None, checks.text, "column that holds the text; by default 'text', else the only column of strings"
     )

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from optimum_prune.calibration.choosing import choose
 from optimum_prune.calibration.columns import Source
+from optimum_prune.calibration.files import folder_and_name
 from optimum_prune.calibration.images import image_texts
 from optimum_prune.calibration.pairs import pairs, start_token
 from optimum_prune.calibration.patches import check_patches
@@ -157,6 +158,9 @@ def source_name(config: CalibrationConfig) -> str:
     """Name a source the same wherever it is named from."""
     source = config.to_dict()["source"]
     # absolute: after a change of directory a relative path would look like a Hub id
+    if (folder := folder_and_name(source)) is not None:
+        path, name = folder
+        return os.path.abspath(path) + (f":{name}" if name else "")
     return os.path.abspath(source) if os.path.exists(source) else source
 
 

@@ -9,7 +9,7 @@ from optimum_prune.calibration.images import check_processor
 from optimum_prune.calibration.pairs import start_token
 from optimum_prune.calibration.request import Request, resolve
 from optimum_prune.calibration.self_sampling import check_generates
-from optimum_prune.calibration.sources import open_source
+from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.calibration.spans import special_tokens
 from optimum_prune.calibration.tokens import needed
 from optimum_prune.config import CalibrationConfig
@@ -56,6 +56,7 @@ def open_fitting(request: Request, model: PreTrainedModel, image_stack: str | No
     """
     source = None
     if request.config.source == "self":
+        check_options(request.config)
         check_generates(model)
     else:
         source = open_source(request.config, request.model)

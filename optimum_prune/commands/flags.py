@@ -77,6 +77,8 @@ def add_evaluation(parser: argparse.ArgumentParser, *, required: bool) -> None:
         default = " (default: 32)" if name == "num_samples" else " (default: 2048, or the model's limit)"
         flag = f"--{EVALUATION}{name}".replace("_", "-")
         add(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"{what} to measure on{default}")
+    split = "split of the evaluation data: of a dataset id or of a folder (default: train)"
+    add(f"--{EVALUATION}split".replace("_", "-"), metavar="NAME", default=argparse.SUPPRESS, help=split)
     add("--device-map", metavar="MAP", help="where to load to, e.g. 'auto', 'cpu' or 'cuda'")
 
 
@@ -94,9 +96,11 @@ def check_evaluation_flags(args: argparse.Namespace) -> None:
 
 
 def evaluation_options(args: argparse.Namespace, data: CalibrationConfig | RecoveryConfig) -> dict[str, Any]:
-    """Return what was given of the evaluation data; its columns are those of the other data of the run."""
-    names = ("text_column", "target_column", "image_column")
-    columns = {name: value for name in names if (value := getattr(data, name)) is not None}
+    """Return the options of the evaluation data; its columns are those of the other data of the run, if it has any."""
+    from optimum_prune.calibration.files import COLUMNS, options_of
+
+    usable = options_of(args.evaluate)
+    columns = {name: value for name in COLUMNS if name in usable and (value := getattr(data, name)) is not None}
     return columns | given_fields(args, CalibrationConfig, EVALUATION)
 
 

@@ -12,7 +12,7 @@ from optimum_prune.binding import named_linears
 from optimum_prune.calibration.devices import is_spread, machine
 from optimum_prune.calibration.request import model_kind
 from optimum_prune.calibration.self_sampling import check_generates
-from optimum_prune.calibration.sources import open_source
+from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.measurements import describe_machine
 from optimum_prune.modes import as_it_was
@@ -151,6 +151,8 @@ def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibratio
     for source, _ in shares(config, model, calibration):
         if source == SELF:
             check_generates(model)
+            if config.dataset == SELF:  # with other sources, the options are those of these
+                check_options(asked_of(config, source, 1))
         else:
             open_source(asked_of(config, source, 1), model_kind(model), training_columns)
 

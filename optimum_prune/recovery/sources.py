@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from optimum_prune.calibration.data import CalibrationData, read_samples, reported
+from optimum_prune.calibration.files import COLUMNS, options_of
 from optimum_prune.calibration.request import model_kind, resolve
 from optimum_prune.calibration.sources import open_source
 from optimum_prune.config import IN_MEMORY, CalibrationConfig
@@ -56,9 +57,18 @@ def shares(config: RecoveryConfig, model: PreTrainedModel, calibration: str | No
 
 
 def asked_of(config: RecoveryConfig, source: Any, samples: int) -> CalibrationConfig:
-    """Word what a source is asked for as calibration does."""
-    alike = ("seq_len", "batch_size", "seed", "split", "text_column", "target_column", "image_column")
-    return CalibrationConfig(source, num_samples=samples, **{name: getattr(config, name) for name in alike})
+    """Describe what is read of a source as calibration does.
+
+    Of several sources, each gets the options that can have an effect on it; of a single one, `open_source` refuses the
+    others.
+    """
+    alike = ("seq_len", "batch_size", "seed")
+    options = ("split", *COLUMNS)
+    if isinstance(config.dataset, Mapping) and len(config.dataset) > 1 and not hasattr(config.dataset, "column_names"):
+        options = (name for name in options if name in options_of(source))
+    return CalibrationConfig(
+        source, num_samples=samples, **{name: getattr(config, name) for name in (*alike, *options)}
+    )
 
 
 def features(

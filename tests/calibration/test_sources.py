@@ -5,11 +5,13 @@ import gzip
 import json
 import logging
 import os
+from dataclasses import replace
 
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict, Value
 
+from optimum_prune.calibration.data import load_samples, source_name
 from optimum_prune.calibration.sources import open_source
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
@@ -301,3 +303,65 @@ def test_errors_of_dataset_ids_say_what_was_asked_and_why_not(monkeypatch):
     )
     with pytest.raises(CalibrationError, match=message):
         read("org/data")
+
+
+def test_a_folder_gives_the_split_that_is_asked_for(tmp_path):
+    for split in ("train", "validation", "test"):
+        write_jsonl(tmp_path / f"{split}.jsonl", [{"text": split}])
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nThe card.")
+    assert read(tmp_path) == ("texts", ["train"])
+    for split in ("train", "validation", "test"):
+        assert read(tmp_path, split=split) == ("texts", [split])
+    with pytest.raises(CalibrationError, match=rf"'tset'; supported: 'train', 'validation', 'test'\..*of '{tmp_path}'"):
+        read(tmp_path, split="tset")
+
+
+def test_a_configuration_of_a_folder(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "train.jsonl", [{"text": name}])
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*\n" for name in ("one", "two"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert read(f"{tmp_path}:two") == ("texts", ["two"])
+    assert source_name(CalibrationConfig(f"{tmp_path}:two")) == f"{tmp_path}:two"
+
+
+def test_a_folder_of_texts_has_one_split(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    assert read(tmp_path, split="train") == ("texts", ["one"])
+    with pytest.raises(CalibrationError, match=r"Unknown split 'test'; supported: 'train'\."):
+        read(tmp_path, split="test")
+    with pytest.raises(CalibrationError, match=r"text_column='body' names a column, and '.*a\.txt' has none"):
+        read(tmp_path, text_column="body")
+    write_jsonl(tmp_path / "b.jsonl", [{"body": "two", "title": "x"}])
+    assert read(tmp_path, text_column="body") == ("texts", ["one", "two"])
+
+
+def test_a_split_that_can_have_no_effect_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dataset = Dataset.from_list(ROWS)
+    for source in (["a text"], [[1, 2]], str(tmp_path / "a.txt"), str(tmp_path / "a.jsonl"), dataset):
+        read(source, split="train")
+        with pytest.raises(CalibrationError, match=r"split='test' has no effect on .*, which has no splits"):
+            read(source, split="test")
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(CalibrationError, match=r"Unknown split 'test'; supported: 'train'"):
+        read(tmp_path / "saved", split="test")
+    tested = Dataset.from_list(ROWS, split=datasets.Split.TEST)
+    assert read(tested, split="test") == ("texts", TEXTS), "true, if needless"
+
+
+@pytest.mark.parametrize("source", [["a text"], [[1, 2]], "a.txt"])
+def test_a_text_column_that_can_have_no_effect_is_refused(tmp_path, source):
+    (tmp_path / "a.txt").write_text("text")
+    source = tmp_path / source if isinstance(source, str) else source
+    with pytest.raises(CalibrationError, match=r"text_column='x' names a column, and .* has none"):
+        read(source, text_column="x")
+
+
+@pytest.mark.parametrize("option", ["split", "text_column"])
+def test_options_of_text_that_the_model_writes_are_refused(model, option):
+    config = replace(CalibrationConfig("self", num_samples=1, seq_len=2), **{option: "x"})
+    with pytest.raises(CalibrationError, match=rf"{option}='x'.* \(source 'self'\)"):
+        load_samples(config, model)

@@ -97,6 +97,21 @@ def test_columns_of_calibration_hold_for_evaluation(cli, dense, tmp_path):
     assert written(tmp_path / "out")["dense"]["tokens"] > 200
 
 
+def test_columns_of_calibration_are_none_of_a_text(cli, call_cli, dense, tmp_path):
+    folder = dense.parent / "rows"
+    folder.mkdir()
+    rows = [{"words": " ".join(f"w{3 + (i * 7 + j) % 90}" for j in range(40)), "title": "w3"} for i in range(9)]
+    for split, chosen in (("train", rows), ("test", rows[:1])):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
+    given = ("--calibration-source", folder, "--calibration-text-column", "words")
+    given = ("--scorers", "random", "--sparsity", 0.5, *given)
+    assert cli(*given)[0] == 0, "--evaluate is a text file"
+    given = ("compare", "--model", "dense", *given, "--evaluate", folder, "--evaluate-split", "test")
+    code, _, errors = call_cli(*given, "--output", tmp_path / "test")
+    assert code == 0, errors
+    assert written(tmp_path / "test")["dense"]["tokens"] == 39
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

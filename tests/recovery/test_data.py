@@ -19,6 +19,7 @@ from optimum_prune.errors import CalibrationError
 from optimum_prune.objectives import IGNORED
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.data import TrainingData, load_training_data
+from optimum_prune.recovery.recover import check_recovery
 from optimum_prune.recovery.responses import responses
 from tests.calibration.conftest import WORDS, picture
 from tests.models import IMAGE_TOKEN, PATCHES, llama, t5
@@ -213,6 +214,30 @@ def test_the_calibration_is_the_same_file_by_another_path(load, text_file, tmp_p
 def test_a_source_that_does_not_exist(load):
     with pytest.raises(CalibrationError, match=r"'missing\.txt' does not exist"):
         load({"missing.txt": 1})
+
+
+def test_a_folder_gives_the_split_that_is_asked_for(load, tmp_path):
+    for split, first in (("train", 5), ("validation", 50)):
+        lists = [{"input_ids": [first + i, 7]} for i in range(12)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists))
+    (tmp_path / "README.md").write_text("The card.")
+    for split, first in (("train", 5), ("validation", 50)):
+        firsts = {int(sample["input_ids"][0]) for sample in everything(load(str(tmp_path), split=split))}
+        assert firsts <= set(range(first, first + 12)) and len(firsts) == 11
+    with pytest.raises(CalibrationError, match=r"Unknown split 'test'; supported: 'train', 'validation'"):
+        load(str(tmp_path), split="test")
+
+
+def test_options_without_effect_are_refused_where_they_have_none_on_any_source(load, model, text_file, tmp_path):
+    for options in ({"split": "test"}, {"text_column": "body"}):
+        with pytest.raises(CalibrationError, match=r"'(test|body)'"):
+            load(text_file, **options)
+        with pytest.raises(CalibrationError, match=r"source 'self'"):
+            check_recovery(model, RecoveryConfig("self", **options))
+    table = tmp_path / "table.jsonl"
+    table.write_text("".join(json.dumps({"body": f"{text} again", "title": "x"}) + "\n" for text in TEXTS))
+    data = load({text_file: 1, str(table): 1, "self": 1}, text_column="body", seq_len=8)
+    assert all(source["samples"] for source in data.sources)
 
 
 # Plain text
