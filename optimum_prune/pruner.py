@@ -51,6 +51,7 @@ class Pruner:
         self.report = report_at_load(model)
         self._stages = Stages(model)
         self._source: Path | None = None  # the local directory that the model was loaded from
+        self._trusts_code = False  # whether Python code that comes with a model may run
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "Pruner":
@@ -59,10 +60,13 @@ class Pruner:
         Args:
             name_or_path: a Hub id or a local directory.
             kwargs: for transformers' `from_pretrained`, e.g. `dtype`, `device_map`, `revision`, `gguf_file`.
+                `trust_remote_code=True` runs Python code that comes with the model, its tokenizer or its processor
+                (of `code_revision`); without it such code never runs, and nobody is asked.
 
         Raises:
             UnsupportedArchitecture: no adapter knows the model; found from the config, before weights are loaded.
-            CheckpointError: it does not exist, or does not load.
+            CheckpointError: it does not exist, or does not load; or its tokenizer or processor is code of its own, and
+                `trust_remote_code=True` was not given.
         """
         source = Path(name_or_path).resolve() if Path(name_or_path).exists() else None
         # Absolute: after a change of directory, a relative path would look like a Hub id.
@@ -70,6 +74,7 @@ class Pruner:
         model = load_model(name_or_path, **kwargs)
         pruner = cls(model, *load_companions(model, name_or_path, **kwargs))
         pruner._source = source
+        pruner._trusts_code = bool(kwargs.get("trust_remote_code"))
         if not pruner.is_pruned:
             pruner._stages.load_dense = lambda: load_model(name_or_path, **kwargs)
             return pruner
@@ -164,7 +169,8 @@ class Pruner:
             control: train the dense model alike too. What training alone gives a model that lost nothing is not
                 recovered, and only this tells how much it is.
             dense: the dense model, a Hub id or a local directory, where this Pruner was not loaded from it, or the
-                model was pruned by other means.
+                model was pruned by other means. Its own Python code runs where this Pruner was loaded with
+                `trust_remote_code=True`.
             directory: where checkpoints go, to resume from after a break.
 
         Raises:
@@ -212,8 +218,9 @@ class Pruner:
         if named is None:
             return None if self._stages.now == "dense" else self._stages.load_dense
         name_or_path = str(Path(named).resolve() if Path(named).exists() else named)
-        load_skeleton(name_or_path)  # refuse now what does not load later
-        return lambda: load_model(name_or_path)
+        trust = {"trust_remote_code": self._trusts_code}
+        load_skeleton(name_or_path, **trust)  # refuse now what does not load later
+        return lambda: load_model(name_or_path, **trust)
 
     def _note(self, report: RecoveryReport) -> None:
         """Take a recovery into the report of the pruning."""

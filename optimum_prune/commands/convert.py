@@ -7,7 +7,7 @@ from pathlib import Path
 from optimum.commands.base import CommandInfo
 
 from optimum_prune.commands.command import Command
-from optimum_prune.commands.flags import add_layout, add_storage
+from optimum_prune.commands.flags import add_layout, add_storage, add_trust, loading_options
 from optimum_prune.commands.output import check_output, save
 from optimum_prune.errors import InvalidConfig
 
@@ -25,6 +25,7 @@ class ConvertCommand(Command):
         parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
         add_layout(parser)
         add_storage(parser)
+        add_trust(parser)
 
     @staticmethod
     def work(args: argparse.Namespace) -> None:
@@ -38,7 +39,8 @@ class ConvertCommand(Command):
 
         check_choice(args.layout, args.storage)
         # Refuse what cannot be before the weights are read.
-        skeleton = load_skeleton(args.model)
+        loading = loading_options(args)
+        skeleton = load_skeleton(args.model, **loading)
         record = getattr(skeleton.config, "pruning_config", None)
         if record is None:
             raise InvalidConfig(
@@ -47,7 +49,7 @@ class ConvertCommand(Command):
             )
         if args.layout == "stock" and record.get("layout") != "padded":  # how wide that is, only the weights tell
             check_stock(skeleton, args.class_switch)
-        pruner = Pruner.from_pretrained(args.model)
+        pruner = Pruner.from_pretrained(args.model, **loading)
         if args.layout != "padded":
             pruner.unpad()
         save(pruner, args, card_data=inherited_metadata(args.model))

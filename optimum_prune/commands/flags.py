@@ -18,7 +18,7 @@ CALIBRATION = "calibration_"  # prefix of the flags that are fields of Calibrati
 INDUCTION = "induction_"  # and of InductionConfig
 RECOVERY_SECTION = "recovery"  # key of a recipe that holds the fields of RecoveryConfig
 EVALUATION = "evaluate_"  # prefix of the flags that say the same of the evaluation data
-LOADING = ("dtype", "device_map", "gguf_file")  # flags that go to transformers' from_pretrained
+LOADING = ("dtype", "device_map", "gguf_file", "trust_remote_code")  # flags that go to transformers' from_pretrained
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="model id on the Hub, or a local folder")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="dtype to load in")
     add("--gguf-file", metavar="FILE", help="GGUF file inside the model's folder or repository")
+    add_trust(parser)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Declare whose code may run."""
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_const",
+        const=True,
+        help="run Python code that comes with the models, their tokenizers and processors; read it first (default: "
+        "never run it)",
+    )
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -82,7 +82,7 @@ class RecoverCommand(Command):
         else:  # which data that is, the report of the checkpoint says
             check_trainer_options(config.trainer_options)
         if args.dense is not None:
-            load_skeleton(args.dense)
+            load_skeleton(args.dense, trust_remote_code=args.trust_remote_code)
         if args.directory is not None:
             check_directory(args.directory)
         pruner = Pruner.from_pretrained(args.model, **loading)

@@ -63,7 +63,21 @@ def _companions(model: PreTrainedModel, config: PruningConfig) -> tuple[Any, Any
     if not needs_data(config, load_scorer(config)) or _reads_tokens(model, config.calibration.source):
         return None, None
     revision = getattr(model.config, "_commit_hash", None)
-    return load_companions(model, str(model.config.name_or_path), **{"revision": revision} if revision else {})
+    options = {"revision": revision} if revision else {}
+    if _runs_own_code(model):
+        options["trust_remote_code"] = True
+    try:
+        return load_companions(model, str(model.config.name_or_path), **options)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} While a model is loaded, trust_remote_code does not reach its tokenizer: load it by "
+            "Pruner.from_pretrained(..., trust_remote_code=True), then prune."
+        ) from error
+
+
+def _runs_own_code(model: PreTrainedModel) -> bool:
+    """Tell whether the model was loaded with `trust_remote_code=True`, as far as its classes tell."""
+    return any(type(part).__module__.startswith("transformers_modules.") for part in (model, model.config))
 
 
 def _reads_tokens(model: PreTrainedModel, source: Any) -> bool:

@@ -258,7 +258,8 @@ def verify_checkpoint(model_class: type[PreTrainedModel], folder: Path) -> None:
     Raises:
         CheckpointError: names the tensor that would not load.
     """
-    config = AutoConfig.from_pretrained(folder)
+    # AutoConfig would ask on stdin about a type that is code of its own
+    config = (model_class.config_class or AutoConfig).from_pretrained(folder)
     ours = block_method(config) == METHOD
     try:
         skeleton = build_skeleton(model_class, config)

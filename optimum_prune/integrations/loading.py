@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from optimum_prune import registry
 from optimum_prune.binding import adapter_for
@@ -24,8 +25,13 @@ from optimum_prune.report import PruningReport
 logger = logging.getLogger(__name__)
 
 REPORT = "pruning_report.json"
-SHARED_KWARGS = {*HUB_KWARGS, "gguf_file"}
-"""Keywords of `from_pretrained` that say where the files are, and so hold for config and tokenizer too."""
+SHARED_KWARGS = {*HUB_KWARGS, "gguf_file", "trust_remote_code", "code_revision"}
+"""Keywords of `from_pretrained` that config, tokenizer and processor need too: where the files are, whose code runs."""
+OWN_CODE = (
+    "it brings Python code of its own, which runs only if you ask for that. Read the .py files, then pass "
+    "trust_remote_code=True (in a shell: --trust-remote-code)"
+)
+"""What is said of a model, tokenizer or processor whose code transformers refuses to run."""
 
 
 def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -38,6 +44,7 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     if "output_loading_info" in kwargs:
         raise InvalidConfig("output_loading_info cannot be passed: weights that are missing are an error anyway.")
     shared = _shared(kwargs)
+    kwargs["trust_remote_code"] = shared["trust_remote_code"]
     with loading(name_or_path):
         adapter = registry.load("adapters", AutoConfig.from_pretrained(name_or_path, **shared).model_type)
         auto_class: Any = getattr(transformers, adapter.auto_class)
@@ -68,7 +75,8 @@ def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any)
         CheckpointError: it does not exist, or its config builds no model.
     """
     with loading(name_or_path):
-        config = AutoConfig.from_pretrained(name_or_path, **_shared(kwargs))
+        shared = _shared(kwargs)
+        config = AutoConfig.from_pretrained(name_or_path, **shared)
         auto_class: Any = getattr(transformers, registry.load("adapters", config.model_type).auto_class)
         if (method := block_method(config)) not in (None, METHOD):
             raise UnsupportedModel(
@@ -76,13 +84,24 @@ def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any)
             )
         given = {} if dtype in (None, "auto") else {"dtype": dtype}
         with torch.device("meta"):
-            skeleton: PreTrainedModel = auto_class.from_config(config, **given)
+            skeleton: PreTrainedModel = _from_config(auto_class, config, shared, **given)
         _keep_float32_(skeleton)
         if method == METHOD:
             quantizer = PruningQuantizer(CheckpointConfig(**block(config)), pre_quantized=True)
             quantizer.preprocess_model(skeleton)
             quantizer.postprocess_model(skeleton)
     return skeleton
+
+
+def _from_config(auto_class: Any, config: Any, shared: dict[str, Any], **given: Any) -> PreTrainedModel:
+    """Build a model with the class that loading takes: transformers' own, or that of trusted code beside the config."""
+    trusted = shared["trust_remote_code"]
+    reference = (getattr(config, "auto_map", None) or {}).get(auto_class.__name__)
+    if not trusted or reference is None:
+        return auto_class.from_config(config, trust_remote_code=trusted, **given)
+    # from_config takes no revision of the code: where the config's class is known by now, it goes to the model's class.
+    where = {key: value for key, value in shared.items() if key not in ("trust_remote_code", "subfolder", "gguf_file")}
+    return get_class_from_dynamic_module(reference, config.name_or_path, **where)._from_config(config, **given)
 
 
 def _keep_float32_(skeleton: PreTrainedModel) -> None:
@@ -101,6 +120,9 @@ def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: 
         model: already loaded.
         name_or_path: where it came from.
         kwargs: those of `load_model`.
+
+    Raises:
+        CheckpointError: the tokenizer or the processor is code of its own, and `trust_remote_code` was not given.
     """
     shared = _shared(kwargs)
     processor = None
@@ -109,16 +131,30 @@ def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: 
             processor = AutoProcessor.from_pretrained(name_or_path, **shared)
             return getattr(processor, "tokenizer", None), processor
         except Exception as error:  # as in `loading`
+            _refuse_own_code(name_or_path, "processor", error)
             logger.warning("%s has no processor that loads (%s); calibration sees no images.", name_or_path, error)
     try:
         return AutoTokenizer.from_pretrained(name_or_path, **shared), processor
     except Exception as error:
+        _refuse_own_code(name_or_path, "tokenizer", error)
         logger.warning("%s has no tokenizer that loads (%s); calibration needs token ids.", name_or_path, error)
         return None, processor
 
 
 def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
+    """Return the keywords of `SHARED_KWARGS` that were given, and always whether to trust the model's own code."""
+    given = {key: kwargs[key] for key in SHARED_KWARGS & kwargs.keys()}
+    return given | {"trust_remote_code": bool(given.get("trust_remote_code"))}  # None makes transformers ask on stdin
+
+
+def _refuse_own_code(name_or_path: str | Path, what: str, error: Exception) -> None:
+    if _is_own_code(error):
+        raise CheckpointError(f"The {what} of {name_or_path} cannot be loaded: {OWN_CODE}.") from error
+
+
+def _is_own_code(error: Exception) -> bool:
+    """Tell whether transformers refused to run code; its words are all that tells it from other errors."""
+    return isinstance(error, ValueError) and "`trust_remote_code=True`" in str(error)
 
 
 @contextmanager
@@ -135,6 +171,8 @@ def loading(name_or_path: str | Path) -> Iterator[None]:
         reason = " ".join(str(error).split())
         if not isinstance(error, OSError | ValueError | RuntimeError):  # the text may be no more than a key
             reason = f"{type(error).__name__}: {reason}"
+        if _is_own_code(error):
+            raise CheckpointError(f"{name_or_path} cannot be loaded: {OWN_CODE}.") from error
         where = "" if Path(name_or_path).exists() else " (no folder of that name is here)"
         raise CheckpointError(f"{name_or_path} cannot be loaded{where}: {reason}") from error
 
