@@ -70,6 +70,12 @@ def describe_source(source: Any) -> str:
     return f"{IN_MEMORY}{type(source).__name__}, columns: {columns}"
 
 
+def describe_origin(data: dict[str, Any]) -> str:
+    """Name the source of loaded data, with the rows that a stream was drawn from."""
+    first = f" (drawn from its first {rows:,} rows)" if (rows := data.get("first_rows")) else ""
+    return f"{data['source']}{first}"
+
+
 def check_columns(text: str | None, target: str | None) -> None:
     """Refuse one column for questions and their answers."""
     if target is not None and target == text:

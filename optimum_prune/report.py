@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from optimum_prune.config import without_paths
+from optimum_prune.config import describe_origin, without_paths
 from optimum_prune.recovery.report import RecoveryReport
 
 VERSION = 1
@@ -327,7 +327,7 @@ def is_hub_id(name: str) -> bool:
 
 def describe_data(data: dict[str, Any]) -> str:
     """Word a `CalibrationData.to_dict()` in one line."""
-    return f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens"
+    return f"{describe_origin(data)}, {data['samples']:,} samples, {data['tokens']:,} tokens"
 
 
 def describe_induction(blocks: Sequence[dict[str, Any]]) -> str:

@@ -3,12 +3,14 @@
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from optimum_prune.calibration.choosing import choose
+from optimum_prune.calibration.choosing import choose, in_order, is_table, runs
 from optimum_prune.calibration.columns import Source
 from optimum_prune.calibration.files import folder_and_name
 from optimum_prune.calibration.images import image_texts
@@ -60,8 +62,9 @@ def load_samples(
         processor: needed for images; brings the tokenizer along.
         default_seq_len: stands in for a `config.seq_len` of None; the model's longest context limits it.
         image_stack: a stack that is to be scored and reads nothing but images, by its name in the config, if any is.
-        order: "random" draws without replacement, seeded, and tokenises the whole source for it (of tables of pairs
-            or of images it reads only what it draws); "first" takes the first ones and reads no further than it must.
+        order: "random" draws without replacement, seeded. Of a dataset or a table it tokenises only the rows that it
+            draws; a stream is read no further than a buffer of some 10,000 rows (see `choosing.in_order`). Lists of
+            texts and text files are tokenised whole. "first" takes the first ones and reads no further than it must.
 
     Raises:
         CalibrationError: the source cannot be read, has nothing usable in it, or does not fit the model.
@@ -142,10 +145,20 @@ def _plain(
     request: Request,
     usable: Callable[[Tensor], bool] = lambda _: True,
 ) -> list[Tensor]:
-    packed = source.kind == "texts"
-    candidates = windows(source.items, tokenizer, request) if packed else token_lists(source.items, request)
-    # The short window that is left over from packing is drawn only where there are not enough others.
-    chosen = choose(filter(usable, candidates), request, last=lambda s: packed and len(s) < request.seq_len)
+    packed, items, count = source.kind == "texts", source.items, request.config.num_samples
+    drawn = request.order == "random" and is_table(items)
+    if packed:
+        candidates = windows(runs(items, request) if drawn else items, tokenizer, request)
+    elif drawn:
+        candidates = token_lists(in_order(items, request, lambda _: True), request, "A row of input_ids")
+    else:
+        candidates = token_lists(items, request)
+    candidates = filter(usable, candidates)
+    if drawn:
+        chosen = list(islice(candidates, count))
+    else:
+        # The short window that is left over from packing is drawn only where there are not enough others.
+        chosen = choose(candidates, request, last=lambda s: packed and len(s) < request.seq_len)
     # A view would hold the whole chunk that it was cut from.
     return [sample.clone() for sample in chosen]
 
@@ -174,6 +187,9 @@ def reported(request: Request, **loaded: Any) -> CalibrationData:
     data = CalibrationData(
         seq_len=request.seq_len, source=source_name(request.config), texts=seen["texts"] or None, **loaded
     )
+    if seen["buffered"]:
+        data = replace(data, first_rows=seen["buffered"])
+        logger.info("Drawn from the first %d rows of %s, which has more.", seen["buffered"], data.source)
     if not data.samples:
         left_out = [f"{seen['blank'] + seen['empty']} empty entries"]
         left_out += [f"{seen[reason]} {words}" for reason, words in LEFT_OUT.items() if seen[reason]]

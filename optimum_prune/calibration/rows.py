@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from optimum_prune.errors import CalibrationError
 BATCH = 256  # rows read at a time
 
 
-class Rows:
+class Rows(Sequence[Any]):
     """The rows of a dataset whose length is known, each as one item, in any order.
 
     Args:
@@ -28,7 +28,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         with reading(self.what):
             return self.item(self.dataset[index])
 
@@ -36,12 +36,26 @@ class Rows:
         return guarded(map(self.item, self.dataset), self.what, self.ahead)
 
 
+class Stream:
+    """Items of unknown number, which can only be read in order, and once.
+
+    Args:
+        items: read as the stream is iterated.
+    """
+
+    def __init__(self, items: Iterable[Any]):
+        self.items = iter(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
+
+
 def rows(dataset: Any, item: Callable[[dict[str, Any]], Any], what: str, ahead: int = BATCH) -> Iterable[Any]:
     """Return the rows of a dataset as items; those of a streamed one can only be read in order, and once."""
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):
-        return guarded(map(item, dataset), what, ahead)
+        return Stream(guarded(map(item, dataset), what, ahead))
     return Rows(dataset, item, what, ahead)
 
 

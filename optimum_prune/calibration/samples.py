@@ -28,6 +28,7 @@ class CalibrationData:
         start: the token that an encoder-decoder's decoder begins with.
         image_token: the token that stands for a patch of an image in `samples`.
         task: what is asked of the model where that is more than the next token, in words.
+        first_rows: rows at the start of a stream that the samples were drawn from, where it has more rows.
     """
 
     samples: list[Tensor]
@@ -39,6 +40,7 @@ class CalibrationData:
     start: int | None = None
     image_token: int | None = None
     task: str | None = None
+    first_rows: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -147,6 +149,8 @@ class CalibrationData:
             described["task"] = self.task
         if self.images is not None:
             described["images"] = sum(map(len, self.images))
+        if self.first_rows is not None:
+            described["first_rows"] = self.first_rows
         return described
 
 

@@ -22,7 +22,7 @@ from optimum_prune.calibration.files import (
     suffix,
 )
 from optimum_prune.calibration.request import ModelKind
-from optimum_prune.calibration.rows import guarded, reading
+from optimum_prune.calibration.rows import Stream, guarded, reading
 from optimum_prune.config import IN_MEMORY, CalibrationConfig
 from optimum_prune.errors import CalibrationError, unknown
 
@@ -123,7 +123,8 @@ def _from_folder(path: str, name: str | None, config: CalibrationConfig, chosen:
         kinds = ", ".join(f"{os.path.basename(f)} {s.kind}" for f, s in zip(files, sources, strict=True))
         raise CalibrationError(f"Folder {path!r} mixes {' and '.join(mixed)}, give one of them: {kinds}.")
     advice = next((source.advice for source in sources if source.advice), "")
-    return Source(sources[0].kind, chain.from_iterable(source.items for source in sources), advice)
+    items = chain.from_iterable(source.items for source in sources)
+    return Source(sources[0].kind, items if all(map(is_text, files)) else Stream(items), advice)
 
 
 def _from_saved_dataset(path: str, config: CalibrationConfig, chosen: Chosen) -> Source:

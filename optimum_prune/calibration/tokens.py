@@ -57,12 +57,13 @@ def windows(
         yield rest
 
 
-def token_lists(lists: Iterable[Any], request: Request) -> Iterator[Tensor]:
+def token_lists(lists: Iterable[Any], request: Request, what: str | None = None) -> Iterator[Tensor]:
     """Take lists of token ids as samples, as they are.
 
     Args:
         lists: lists or tensors of integers; empty ones are left out.
         request: says the length, beyond which lists are cut, and counts the `empty` and the `long` ones.
+        what: a list in the words of an error message; by default "Sample" with its number.
 
     Yields:
         `(T,) int64`, `1 <= T <= seq_len`.
@@ -71,7 +72,7 @@ def token_lists(lists: Iterable[Any], request: Request) -> Iterator[Tensor]:
         CalibrationError: something else than lists of the model's token ids.
     """
     for i, ids in enumerate(lists):
-        sample = words(ids, request, f"Sample {i}")
+        sample = words(ids, request, what or f"Sample {i}")
         request.seen["empty"] += len(sample) == 0
         request.seen["long"] += len(sample) > request.seq_len
         if len(sample):

@@ -61,9 +61,9 @@ def load_training_data(
     sources: list[dict[str, Any]] = []
     for source, share in shares(config, model, calibration):
         asked = asked_of(config, source, math.ceil(total * share))
-        name, samples = features(asked, model, tokenizer, processor, dense)
+        described, samples = features(asked, model, tokenizer, processor, dense)
         found += [(len(sources), sample) for sample in samples]
-        sources.append({"source": name, "share": share})
+        sources.append(described | {"share": share})
     _warn_of_style([source["source"] for source in sources], calibration)
 
     train, held_out = _split(found, config, wanted)

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from optimum_prune.config import without_paths
+from optimum_prune.config import describe_origin, without_paths
 
 VERSION = 1
 
@@ -140,5 +140,5 @@ def describe_losses(losses: Losses, kl_label: str) -> str:
 
 def describe_training(data: dict[str, Any]) -> str:
     """Word a `TrainingData.to_dict()` in one line."""
-    sources = ", ".join(f"{source['source']} ({source['share']:.0%})" for source in data["sources"])
+    sources = ", ".join(f"{describe_origin(source)} ({source['share']:.0%})" for source in data["sources"])
     return f"{data['samples']:,} samples, {data['trained_tokens']:,} tokens of {sources}"

@@ -77,7 +77,7 @@ def features(
     tokenizer: PreTrainedTokenizerBase | None,
     processor: Any,
     dense: PreTrainedModel | None,
-) -> tuple[str, list[Features]]:
+) -> tuple[dict[str, Any], list[Features]]:
     """Load samples of one source.
 
     Args:
@@ -88,7 +88,7 @@ def features(
         dense: writes the text of source "self", where it is given.
 
     Returns:
-        The source in words, and samples of which some token is trained on.
+        The source in plain JSON types, and samples of which some token is trained on.
 
     Raises:
         CalibrationError: the source cannot be read, has nothing usable in it, or does not fit the model.
@@ -101,7 +101,8 @@ def features(
     usable = [sample for sample in found if (sample["labels"] != IGNORED).any()]
     if lost := len(found) - len(usable):
         logger.warning("%d samples of %s hold nothing to be trained on, and were left out.", lost, data.source)
-    return data.source, usable
+    first = {} if data.first_rows is None else {"first_rows": data.first_rows}
+    return {"source": data.source} | first, usable
 
 
 def _written(
