@@ -65,7 +65,7 @@ def endless(*columns: str) -> tuple[IterableDataset, Counter]:
     return IterableDataset.from_generator(generate), read  # pyright: ignore[reportReturnType]
 
 
-def asked(source, num_samples=8, seed=0, order="random", seq_len=16, model=None):
+def asked(source, num_samples=8, seed=0, order: Any = "random", seq_len=16, model=None):
     config = CalibrationConfig(source, num_samples=num_samples, seed=seed, seq_len=seq_len)
     return resolve(config, model or llama(vocab_size=280), None, order)
 
