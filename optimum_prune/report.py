@@ -326,8 +326,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def describe_data(data: dict[str, Any]) -> str:
-    """Word a `CalibrationData.to_dict()` in one line."""
-    return f"{describe_origin(data)}, {data['samples']:,} samples, {data['tokens']:,} tokens"
+    """Describe a `CalibrationData.to_dict()` in one line of Markdown."""
+    begins = f", each window begins with `{data['begins_with']}`" if data.get("begins_with") else ""
+    return f"{describe_origin(data)}, {data['samples']:,} samples, {data['tokens']:,} tokens{begins}"
 
 
 def describe_induction(blocks: Sequence[dict[str, Any]]) -> str:

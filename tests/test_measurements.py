@@ -52,6 +52,11 @@ def test_recovered_and_control():
     assert rows[5] == ("prefill of 128 tokens", "50.0 ms", "40.0 ms", "40.0 ms", "", "0.80x")
 
 
+def test_how_windows_begin():
+    begun = replace(DENSE, data={**DENSE.data, "begins_with": "<bos>"})
+    assert "4,096 tokens, each window begins with `<bos>`; cpu" in str(begun)
+
+
 def test_alone():
     assert str(DENSE) == comparison({"pruned": DENSE})
     assert (

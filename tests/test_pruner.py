@@ -540,3 +540,24 @@ def test_dense_model_that_is_gone(own):
     shutil.rmtree(own)
     with pytest.raises(CheckpointError, match="does not exist"):
         pruner.evaluate(SAMPLES)
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(tmp_path):
+    beginning = tokenizer()
+    beginning.add_bos_token = True
+    calibration, evaluation = (" ".join(f"w{3 + token % 90}" for token in range(start, start + 60)) for start in (0, 7))
+    pruner = Pruner(llama(), beginning)
+    config = CalibrationConfig([calibration], num_samples=3, seq_len=16)
+    report = pruner.prune(PruningConfig(scorer="wanda", sparsity=0.3, calibration=config))
+    measured = pruner.evaluate([evaluation], num_samples=3, seq_len=16, latency=False)
+
+    words = beginning(evaluation, add_special_tokens=False)["input_ids"]
+    windows = torch.tensor([[1, *words[i : i + 15]] for i in (0, 15, 30)])
+    with torch.no_grad():
+        loss = pruner.model(windows, labels=windows).loss.item()
+    assert measured.loss == pytest.approx(loss, rel=1e-5)
+    begins = "each window begins with `<s>`"
+    assert begins in " ".join(str(report).split())
+    assert begins in pruner.comparison()
+    pruner.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text().count(begins) == 2, "calibration and evaluation"

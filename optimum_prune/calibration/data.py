@@ -21,7 +21,7 @@ from optimum_prune.calibration.request import Order, Request, resolve
 from optimum_prune.calibration.samples import CalibrationData
 from optimum_prune.calibration.self_sampling import draw_samples
 from optimum_prune.calibration.spans import corrupt, corruptible, special_tokens
-from optimum_prune.calibration.tokens import token_lists, windows
+from optimum_prune.calibration.tokens import bos_token, token_lists, windows
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
 
@@ -48,8 +48,9 @@ def load_samples(
 ) -> CalibrationData:
     """Get the samples that a config asks for.
 
-    Texts are joined and cut into windows of `seq_len` tokens; the short window that is left over is used only where the
-    full ones are fewer than `num_samples`. Token lists are samples as they are, cut to `seq_len`.
+    Texts are joined and cut into windows of `seq_len` tokens, each of which begins with BOS where the tokenizer begins
+    texts with it; the short window that is left over is used only where the full ones are fewer than `num_samples`.
+    Token lists are samples as they are, cut to `seq_len`.
 
     An encoder-decoder is calibrated on pairs of an input and a target, where the data has them, and else on windows of
     text by span corruption, the task that T5 was trained on. An image-text model is calibrated on images with text,
@@ -92,6 +93,8 @@ def read_samples(
         CalibrationError: the source has nothing usable in it, or does not fit the model.
     """
     loaded: dict[str, Any] = {}
+    if tokenizer is not None and (source is None or source.kind == "texts") and bos_token(tokenizer):
+        loaded["begins_with"] = tokenizer.bos_token
     if source is None:
         loaded["samples"] = draw_samples(model, tokenizer, request.config, request.seq_len)
     else:

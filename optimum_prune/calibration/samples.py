@@ -29,6 +29,7 @@ class CalibrationData:
         image_token: the token that stands for a patch of an image in `samples`.
         task: what is asked of the model where that is more than the next token, in words.
         first_rows: rows at the start of a stream that the samples were drawn from, where it has more rows.
+        begins_with: the BOS token in words, where every sample is a window that begins with it; else None.
     """
 
     samples: list[Tensor]
@@ -41,6 +42,7 @@ class CalibrationData:
     image_token: int | None = None
     task: str | None = None
     first_rows: int | None = None
+    begins_with: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -136,10 +138,16 @@ class CalibrationData:
                 labels[row - first, positions] = wanted
             yield labels
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where the samples come from, in plain JSON types."""
+        found = {"source": self.source, "begins_with": self.begins_with, "first_rows": self.first_rows}
+        return {name: value for name, value in found.items() if value is not None}
+
     def to_dict(self) -> dict[str, Any]:
         """Describe the samples in plain JSON types, without the samples."""
         described: dict[str, Any] = {
-            "source": self.source,
+            **self.origin,
             "samples": len(self.samples),
             "tokens": self.tokens,
             "seq_len": self.seq_len,
@@ -149,8 +157,6 @@ class CalibrationData:
             described["task"] = self.task
         if self.images is not None:
             described["images"] = sum(map(len, self.images))
-        if self.first_rows is not None:
-            described["first_rows"] = self.first_rows
         return described
 
 

@@ -10,6 +10,7 @@ from transformers.utils.logging import tqdm
 
 from optimum_prune.calibration.devices import input_device
 from optimum_prune.calibration.request import image_token, vocabulary_size
+from optimum_prune.calibration.tokens import TOKENISED, bos_token, checked
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
 from optimum_prune.modes import evaluating
@@ -34,7 +35,8 @@ def draw_samples(
 
     Args:
         model: a decoder with a language-model head; left as it was.
-        tokenizer: asked for the token to begin with where the model's config names none.
+        tokenizer: asked for the token to begin with: BOS, where it begins texts with it, or where the model's config
+            names none.
         config: says `num_samples`, `batch_size` and `seed`.
         seq_len: tokens per sample, the first one included.
 
@@ -100,6 +102,8 @@ def _first_tokens(
 ) -> Tensor:
     """Return `(num_samples, 1) int64`: BOS, else EOS, behind which texts begin too, else tokens at random."""
     vocab_size = vocabulary_size(model)
+    if tokenizer is not None and (bos := bos_token(tokenizer)):
+        return checked(bos, vocab_size, TOKENISED).repeat(num_samples, 1)
     for name in ("bos_token_id", "eos_token_id"):
         for owner in (model.config.get_text_config(), tokenizer):
             token = getattr(owner, name, None)

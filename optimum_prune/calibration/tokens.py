@@ -25,21 +25,27 @@ def windows(
 ) -> Iterator[Tensor]:
     """Tokenise texts, join them by the end-of-sequence token, and cut the line of tokens into windows.
 
-    Works through the texts as windows are asked for. Empty and blank texts are left out.
+    Works through the texts as windows are asked for. Empty and blank texts are left out. Where the tokenizer begins
+    texts with BOS, every window begins with it, as in the model's training: Gemma 3 predicts far worse without.
 
     Args:
         texts: of any length; None counts as empty.
-        tokenizer: no special tokens are asked of it.
+        tokenizer: gives the tokens of the texts, and its BOS and EOS.
         request: says the length, and counts the `texts` that were read and the `blank` ones.
 
     Yields:
-        `(seq_len,) int64`; the last one may be shorter.
+        `(seq_len,) int64`, BOS included; the last one may be shorter.
 
     Raises:
-        CalibrationError: there is no tokenizer, or it is another model's.
+        CalibrationError: there is no tokenizer, it is another model's, or BOS leaves no room for text.
     """
     tokenizer = needed(tokenizer)
     separator = end_token(tokenizer)
+    bos = checked(bos_token(tokenizer), request.vocab_size, TOKENISED)
+    if len(bos) == request.seq_len:
+        raise CalibrationError(
+            f"seq_len=1 leaves no room for text: each window begins with {tokenizer.bos_token!r}. Raise seq_len."
+        )
     rest = torch.empty(0, dtype=torch.int64)
     with tqdm(desc="Tokenizing", unit="tok", unit_scale=True, delay=2) as bar:
         for chunk in _chunks(texts, request.seen):
@@ -50,8 +56,8 @@ def windows(
             for (follows_text, _), piece in zip(chunk, encoded, strict=True):
                 ids += separator + piece if follows_text else piece
             bar.update(len(ids))
-            tokens = words(ids, request, TOKENISED)
-            *full, rest = torch.cat([rest, tokens]).split(request.seq_len)
+            line = torch.cat([rest, words(ids, request, TOKENISED)])
+            *full, rest = list(_cut(line, bos, request.seq_len)) or [line]
             yield from full
     if len(rest):
         yield rest
@@ -97,6 +103,15 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
 
 
+def bos_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the beginning-of-sequence token, or nothing where the tokenizer does not begin texts with it."""
+    if tokenizer.bos_token_id is None:
+        return []
+    # The ids of "" would not tell BOS in front of a text from an EOS of the same id behind it.
+    ids: Any = tokenizer("a", verbose=False)["input_ids"]
+    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+
+
 def words(ids: Any, request: Request, what: str) -> Tensor:
     """Return `ids` as `(T,) int64`, checked to be the model's and to stand for no image.
 
@@ -110,6 +125,19 @@ def words(ids: Any, request: Request, what: str) -> Tensor:
             "dataset with a column of images (image_column), or leave this token out."
         )
     return tokens
+
+
+def _cut(line: Tensor, bos: Tensor, seq_len: int) -> Iterator[Tensor]:
+    """Cut a line of tokens, `(T,) int64`, into windows; `bos`, `(1,) or (0,) int64`, is put before those without.
+
+    A short last window may be cut again, in front of further tokens.
+    """
+    start = 0
+    while start < len(line):
+        head = bos[:0] if torch.equal(line[start : start + 1], bos) else bos
+        end = start + seq_len - len(head)
+        yield torch.cat([head, line[start:end]])
+        start = end
 
 
 def _chunks(texts: Iterable[str | None], seen: Counter[str]) -> Iterator[list[tuple[bool, str]]]:

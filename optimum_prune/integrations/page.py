@@ -52,18 +52,23 @@ def page(report: PruningReport, evaluations: Mapping[str, Evaluation], *, title:
         report=report,
         figures=_figures(report, evaluations),
         pictures=pictures,
-        units=[[cell.replace("`", "") for cell in row] for row in unit_rows(report)],
+        units=[[_plain(cell) for cell in row] for row in unit_rows(report)],
         layers=layer_rows(report),
         zeros=ZEROS if WEIGHT in report.units else None,
         gamma=report.gamma and describe_gamma(report.gamma),
         measured=measured,
         stages=list(evaluations),
         measurements=comparison_rows(evaluations) if measured else [],
-        measured_data=measured and describe_data(without_paths(measured.data)),
-        recoveries=[(describe_training(without_paths(r.data)), _recovery_rows(r)) for r in report.recovery],
+        measured_data=measured and _plain(describe_data(without_paths(measured.data))),
+        recoveries=[(_plain(describe_training(without_paths(r.data))), _recovery_rows(r)) for r in report.recovery],
         provenance=list(_provenance(report)),
         recipe=yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True),
     )
+
+
+def _plain(text: str) -> str:
+    """Return a line of Markdown without the marks of code."""
+    return text.replace("`", "")
 
 
 def _figures(report: PruningReport, evaluations: Mapping[str, Evaluation]) -> list[tuple[str, str]]:
@@ -92,7 +97,7 @@ def _provenance(report: PruningReport) -> Iterator[tuple[str, str]]:
     if report.hub_base_model:
         yield "dense model", " ".join(filter(None, [report.hub_base_model, report.base_revision]))
     if report.calibration is not None:
-        yield "calibration", describe_data(without_paths(report.calibration))
+        yield "calibration", _plain(describe_data(without_paths(report.calibration)))
         if selection := report.calibration.get("selection"):
             yield "selection", describe_selection(selection)
     if report.induction:

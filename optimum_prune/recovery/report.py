@@ -139,6 +139,8 @@ def describe_losses(losses: Losses, kl_label: str) -> str:
 
 
 def describe_training(data: dict[str, Any]) -> str:
-    """Word a `TrainingData.to_dict()` in one line."""
+    """Describe a `TrainingData.to_dict()` in one line of Markdown."""
     sources = ", ".join(f"{describe_origin(source)} ({source['share']:.0%})" for source in data["sources"])
-    return f"{data['samples']:,} samples, {data['trained_tokens']:,} tokens of {sources}"
+    begins = dict.fromkeys(f"`{source['begins_with']}`" for source in data["sources"] if "begins_with" in source)
+    windows = f", each window of text begins with {' or '.join(begins)}" if begins else ""
+    return f"{data['samples']:,} samples, {data['trained_tokens']:,} tokens of {sources}{windows}"

@@ -15,7 +15,7 @@ from optimum_prune.calibration.choosing import in_order
 from optimum_prune.calibration.columns import Source
 from optimum_prune.calibration.pairs import has_tokens, has_words
 from optimum_prune.calibration.request import Request
-from optimum_prune.calibration.tokens import TOKENISED, end_token, needed, words
+from optimum_prune.calibration.tokens import TOKENISED, bos_token, end_token, needed, words
 from optimum_prune.errors import CalibrationError
 from optimum_prune.objectives import IGNORED
 
@@ -144,8 +144,9 @@ def _templated(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[list[int
 
 def _plain(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[list[int], list[bool]]:
     """Return token ids and which are asked for: what is said before an answer line by line, and the end behind it."""
-    ids = _start(tokenizer)
-    wanted, question = [False] * len(ids), ""
+    bos, question = bos_token(tokenizer), ""
+    ids: list[int] = []
+    wanted: list[bool] = []
     for i, turn in enumerate(chat):
         if turn["role"] != ASSISTANT:
             question += f"{turn['content']}\n"
@@ -153,6 +154,8 @@ def _plain(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[list[int], l
         prompt, both = (_ids(tokenizer, text) for text in (question, question + turn["content"]))
         # A token that holds the end of the question and the start of the answer is part of the answer.
         known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, both, strict=False)))
+        if not ids and both[:1] != bos:
+            ids, wanted = bos, [False] * len(bos)
         both += end_token(tokenizer)
         ids += both
         wanted += [False] * known + [i > 0] * (len(both) - known)
@@ -162,12 +165,6 @@ def _plain(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[list[int], l
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
-
-
-def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token that this tokenizer puts in front of every text, if it does."""
-    begins: Any = tokenizer("")["input_ids"]
-    return [tokenizer.bos_token_id] if begins[:1] == [tokenizer.bos_token_id] else []  # pyright: ignore[reportReturnType]
 
 
 def _cut(labelled: Labelled, request: Request) -> Labelled | None:

@@ -101,8 +101,7 @@ def features(
     usable = [sample for sample in found if (sample["labels"] != IGNORED).any()]
     if lost := len(found) - len(usable):
         logger.warning("%d samples of %s hold nothing to be trained on, and were left out.", lost, data.source)
-    first = {} if data.first_rows is None else {"first_rows": data.first_rows}
-    return {"source": data.source} | first, usable
+    return data.origin, usable
 
 
 def _written(

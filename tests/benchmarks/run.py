@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are not installe
 
 BENCHMARKS = (
     "slicing",
+    "perplexity",
     "gradients",
     "structured",
     "channels",

@@ -170,6 +170,7 @@ def test_a_very_long_text_is_tokenised_in_pieces_without_a_trace(load, tokenizer
 class CountingTokenizer:
     def __init__(self, tokenizer):
         self.tokenizer, self.eos_token_id, self.characters = tokenizer, tokenizer.eos_token_id, 0
+        self.bos_token_id = tokenizer.bos_token_id
 
     def __call__(self, pieces, **options):
         self.characters += sum(map(len, pieces))

@@ -20,6 +20,7 @@ from optimum_prune.objectives import IGNORED
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.data import TrainingData, load_training_data
 from optimum_prune.recovery.recover import check_recovery
+from optimum_prune.recovery.report import describe_training
 from optimum_prune.recovery.responses import responses
 from tests.calibration.conftest import WORDS, picture
 from tests.models import IMAGE_TOKEN, PATCHES, llama, t5
@@ -253,6 +254,17 @@ def test_text_is_cut_into_windows_and_trained_on_whole(load, tokenizer, model):
         assert sample["labels"][0] == IGNORED and torch.equal(sample["labels"][1:], sample["input_ids"][1:])
 
 
+def test_windows_begin_with_bos_where_texts_do(load, tokenizer):
+    tokenizer.add_bos_token = True
+    data = load(TEXTS, seq_len=16)
+    for sample in everything(data):
+        assert len(sample["input_ids"]) <= 16
+        assert sample["input_ids"][0] == BOS and BOS not in sample["input_ids"][1:]
+        assert sample["labels"][0] == IGNORED
+    assert data.sources[0]["begins_with"] == "<s>"
+    assert describe_training(data.to_dict()).endswith("(100%), each window of text begins with `<s>`")
+
+
 def test_lengths(load, tokenizer):
     def longest(**options):
         return max(len(sample["input_ids"]) for sample in everything(load(TEXTS * 9, **options)))
@@ -292,6 +304,15 @@ def test_a_beginning_that_the_tokenizer_writes_is_written(load, tokenizer):
     for sample in everything(load(dataset)):
         begins = sample["input_ids"].tolist()
         assert begins[0] == BOS and begins[1:].count(BOS) == 0
+
+
+def test_a_beginning_that_the_question_has_is_not_written_twice(load, tokenizer):
+    tokenizer.add_bos_token = True
+    written, plain = (
+        load(Dataset.from_dict({"prompt": [f"{bos}{question}" for question in QUESTIONS], "response": ANSWERS}))
+        for bos in ("<s>", "")
+    )
+    assert written.fingerprint == plain.fingerprint
 
 
 def test_a_question_may_have_further_columns(load, tokenizer):
