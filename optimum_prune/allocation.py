@@ -76,12 +76,18 @@ def gamma_auto(attention_weights: int, mlp_weights: int, queries_per_group: int)
 
 
 def coupled_sparsities(
-    sparsity: float, gamma: float, attention_weights: int, mlp_weights: int, largest_mlp: float
+    sparsity: float,
+    gamma: float,
+    attention_weights: int,
+    mlp_weights: int,
+    largest_attention: float,
+    largest_mlp: float,
 ) -> tuple[float, float]:
     """Split a sparsity over attention and MLP: `r_A = s (P_A + P_M) / (P_A + gamma P_M)`, `r_M = gamma r_A`.
 
-    From the paper's code (arXiv 2509.14230). Where `r_M` would pass `largest_mlp` (what the floors allow) it is clamped
-    there and `r_A` solved from the budget.
+    From the paper's code (arXiv 2509.14230), which clamps `r_M` alone. Where one of both would pass the largest
+    fraction that its floors allow, it is clamped there, and the other is solved from the budget; with gamma below 1
+    that one is `r_A`. Where the budget is more than both can lose, the other one passes its largest fraction.
 
     Returns:
         `(r_A, r_M)`, fractions removed.
@@ -92,47 +98,57 @@ def coupled_sparsities(
     if r_mlp > largest_mlp:
         r_mlp = largest_mlp
         r_attention = (total - r_mlp * mlp_weights) / attention_weights
+    elif r_attention > largest_attention:
+        r_attention = largest_attention
+        r_mlp = (total - r_attention * attention_weights) / mlp_weights
     return r_attention, r_mlp
+
+
+def can_go(groups: Sequence[Size]) -> int:
+    """Count the units that the floors let go."""
+    return sum(max(group.num_units - FLOOR[group.unit], 0) for group in groups)
 
 
 def budgets(
     groups: Sequence[Size], sparsity: float, allocation: str, *, gamma: float = 1.0, round_to: int = 8
 ) -> dict[str, Budget]:
-    """Fix how many units of each kind go, in one stack.
+    """Fix how many units of each kind go, in one stack. That may be none: see `bounds.why_none`.
 
     Args:
         groups: the targeted groups.
         sparsity: fraction removed of their weights, in [0, 1).
         allocation: `"uniform"` (nearest reachable count in every group), `"global"` or `"gamma"` (`floor` of the exact
             count, over all groups of a kind). Kinds whose groups are tied are always uniform.
-        gamma: MLP sparsity over attention sparsity; only read for `"gamma"`.
+        gamma: MLP sparsity over attention sparsity; only read for `"gamma"`, where units of both kinds can go.
         round_to: MLP channels kept are rounded up to a multiple of it.
 
     Raises:
-        InvalidConfig: a kind of unit would not be touched, or the floors do not leave enough to remove.
+        InvalidConfig: the floors do not leave enough to remove.
     """
     kinds = {unit: [group for group in groups if group.unit == unit] for unit in dict.fromkeys(g.unit for g in groups)}
     fractions = dict.fromkeys(kinds, sparsity)
-    if allocation == "gamma" and kinds.keys() == FLOOR.keys():
-        weights = {unit: sum(group.weights for group in kinds[unit]) for unit in kinds}
-        channels = [group.num_units for group in kinds["mlp_channel"]]
-        largest = 1 - len(channels) * FLOOR["mlp_channel"] / sum(channels)
-        fractions["kv_group"], fractions["mlp_channel"] = coupled_sparsities(
-            sparsity, gamma, weights["kv_group"], weights["mlp_channel"], largest
-        )
+    coupled = allocation == "gamma" and all(can_go(kinds.get(unit, [])) for unit in FLOOR)
+    if coupled:
+        weights = [sum(group.weights for group in kinds[unit]) for unit in FLOOR]
+        largest = [can_go(kinds[unit]) / sum(group.num_units for group in kinds[unit]) for unit in FLOOR]
+        fractions = dict(zip(FLOOR, coupled_sparsities(sparsity, gamma, *weights, *largest), strict=True))
     result = {}
     for unit, members in kinds.items():
         sizes = [group.num_units for group in members]
-        floor = FLOOR[unit]
-        if allocation == "uniform" or any(group.tied for group in members):
+        floor, removable = FLOOR[unit], can_go(members)
+        together = _floor(fractions[unit] * sum(sizes))
+        uniform = allocation == "uniform" or any(group.tied for group in members)
+        if removable and together > removable and (coupled or not uniform):
+            raise InvalidConfig(
+                f"{describe_groups(unit, members)}: {min(together, sum(sizes))} of {sum(sizes)} would have to go "
+                f"({min(fractions[unit], 1):.4g}), at most {removable} can. Lower the sparsity."
+            )
+        if uniform:
             remove = [min(_nearest(fractions[unit] * n), max(n - floor, 0)) for n in sizes]
         else:
-            remove = _floor(fractions[unit] * sum(sizes))
+            remove = min(together, removable)
         step = round_to if unit == "mlp_channel" else 1
-        budget = Budget(fractions[unit], remove, floor, step)
-        if sparsity > 0:
-            _refuse_unreachable(unit, members, budget)
-        result[unit] = budget
+        result[unit] = Budget(fractions[unit], remove, floor, step)
     return result
 
 
@@ -171,47 +187,15 @@ def _spare(scores: Tensor, condemned: Tensor, round_to: int) -> Tensor:
     return mask.nonzero().flatten()
 
 
-def _refuse_unreachable(unit: str, members: Sequence[Size], budget: Budget) -> None:
-    sizes = [group.num_units for group in members]
-    what = f"{unit}: {len(members)} groups of {_span(sizes)} units, each of which keeps at least {budget.floor}"
-    other = f"prune the rest of the model alone with units=[{', '.join(repr(u) for u in FLOOR if u != unit)}]"
-    removable = sum(max(size - budget.floor, 0) for size in sizes)
-    if removable == 0:
-        raise InvalidConfig(f"{what}: none can be removed. Choose another target, or {other}.")
-    asked = budget.remove if isinstance(budget.remove, int) else sum(budget.remove)
-    if asked > removable:
-        raise InvalidConfig(
-            f"{what}: {asked} of {sum(sizes)} would have to go ({budget.sparsity:.4g}), at most {removable} can. "
-            "Lower the sparsity."
-        )
-    if isinstance(budget.remove, list):  # rounding the kept counts up may spare all that is left to remove
-        asked = sum(
-            size - _round_up(size - gone, budget.round_to, size)
-            for size, gone in zip(sizes, budget.remove, strict=True)
-        )
-    if asked == 0:
-        if isinstance(budget.remove, int):
-            reachable, advice = f"1 of {sum(sizes)} is {1 / sum(sizes):.3g}", "Raise the sparsity"
-        else:
-            reachable = f"reachable in a group of {sizes[0]}: {_reachable(sizes[0], budget)}"
-            advice = "Raise the sparsity, rank all layers together with allocation='global', lower round_to"
-        raise InvalidConfig(
-            f"{what}: a sparsity of {budget.sparsity:.4g} removes none ({reachable}). {advice}, or {other}."
-        )
-
-
-def _reachable(size: int, budget: Budget) -> str:
-    kept = {_round_up(count, budget.round_to, size) for count in range(budget.floor, size)} - {size}
-    fractions = [f"{1 - count / size:.3g}" for count in sorted(kept, reverse=True)]
-    return ", ".join(fractions if len(fractions) <= 6 else [*fractions[:3], "...", fractions[-1]]) or "none"
+def describe_groups(unit: str, groups: Sequence[Size]) -> str:
+    """Describe all groups of one kind: their number, their sizes and their floor."""
+    numbers = {group.num_units for group in groups}
+    span = f"{min(numbers)} to {max(numbers)}" if len(numbers) > 1 else f"{min(numbers)}"
+    return f"{unit}: {len(groups)} groups of {span} units, each of which keeps at least {FLOOR[unit]}"
 
 
 def _round_up(kept: int, step: int, limit: int) -> int:
     return min(math.ceil(kept / step) * step, limit)
-
-
-def _span(sizes: Sequence[int]) -> str:
-    return str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
 
 
 def _ascending(scores: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimum_prune.allocation import Budget, Size
+from optimum_prune.allocation import Budget, Size, can_go
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,33 @@ def removed_range(sizes: Sequence[Size], budget: Budget) -> Range:
     lowest = max(lowest, math.ceil((budget.remove - spared) / step) * step)
     highest = min(highest, budget.remove // step * step)
     return Range(lowest, highest)
+
+
+def why_none(sizes: Sequence[Size], budget: Budget) -> str | None:
+    """Say why no unit goes, whatever the scores, for the end of a sentence; None where some may go."""
+    if budget.sparsity == 0 or removed_range(sizes, budget).highest > 0:
+        return None
+    numbers = [size.num_units for size in sizes]
+    if not can_go(sizes):
+        return f"none of {' or '.join(map(str, sorted(set(numbers))))} can go"
+    if isinstance(budget.remove, list):
+        counts = reachable(numbers[0], budget)[-2::-1]
+        fractions = [f"{1 - count / numbers[0]:.3g}" for count in counts]
+        shown = fractions if len(fractions) <= 6 else [*fractions[:3], "...", fractions[-1]]
+        found = f"reachable in a group of {numbers[0]}: {', '.join(shown) or 'none'}"
+    elif budget.remove:
+        return spared(budget)
+    else:
+        found = f"1 of {sum(numbers)} is {1 / sum(numbers):.3g}"
+    return f"a sparsity of {budget.sparsity:.4g} removes none ({found})"
+
+
+def spared(budget: Budget) -> str:
+    """Say that rounding keeps every unit, for the end of a sentence."""
+    return (
+        f"rounding every kept count up to a multiple of {budget.round_to} spares what a sparsity of "
+        f"{budget.sparsity:.4g} condemns"
+    )
 
 
 def _round_up(count: int, allowed: Sequence[int]) -> int:

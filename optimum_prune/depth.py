@@ -25,7 +25,7 @@ from optimum_prune.calibration.influence import mean_influence
 from optimum_prune.config import PruningConfig
 from optimum_prune.configs import layer_types, stack_config
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.ranked import RankedTargets
+from optimum_prune.ranked import RankedTargets, difference
 from optimum_prune.report import GroupReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.sizes import describe_
@@ -184,17 +184,22 @@ def find_depth_targets(model: PreTrainedModel, config: PruningConfig, scorer: Sc
     }
     names = [layer.name for members in layers.values() for layer in members]
     check_patterns([*(config.include or ()), *(config.exclude or ())], names, list(dict.fromkeys(names)))
-    pools = []
+    pools, untouched = [], []
     for (i, unit), members in layers.items():
         if targeted := [layer for layer in members if is_targeted([layer.name], config.include, config.exclude)]:
-            remove = _number_to_remove(chosen[i], unit, targeted, len(members), config)
+            remove, reason = _number_to_remove(chosen[i], unit, targeted, len(members), config)
             pools.append(DepthPool(chosen[i], unit, targeted, config.fraction, remove))
+            untouched += [(pools[-1], reason)] if reason else []
     if not pools:
         raise InvalidConfig(
             f"Nothing is left to prune: stacks={config.stacks}, units={config.units}, include={config.include}, "
             f"exclude={config.exclude} leave none of {sum(map(len, layers.values()))} layers."
         )
-    return DepthTargets(pools, allocation="global", gamma={}, sparsity=config.fraction)
+    if len(untouched) == len(pools):
+        what = [f"{pool.unit}: {len(pool.layers)} targeted in {pool.stack}, of which {why}." for pool, why in untouched]
+        raise InvalidConfig(f"{' '.join(what)} Change the sparsity, or target other layers.")
+    notes = [difference(pool.unit, pool.stack, pool.sparsity, f"{0:.1%}", reason) for pool, reason in untouched]
+    return DepthTargets(pools, allocation="global", gamma={}, sparsity=config.fraction, notes=notes)
 
 
 def generation_warnings(model: PreTrainedModel) -> list[str]:
@@ -241,25 +246,27 @@ def _layers(model: PreTrainedModel, found: BoundStack, unit: str, config: Prunin
 
 def _number_to_remove(
     found: BoundStack, unit: str, targeted: Sequence[Layer], present: int, config: PruningConfig
-) -> int:
-    """Return the nearest number of layers, or refuse what is none or too many."""
+) -> tuple[int, str | None]:
+    """Return the nearest number of layers, and why that is none where some should go.
+
+    Raises:
+        InvalidConfig: fewer can go.
+    """
     count, sparsity = len(targeted), config.fraction
     remove = math.floor(sparsity * count + 0.5 + 1e-9)  # half up; 0.29 * 100 is 28.999999999999996
     most = min(sum(not layer.stays for layer in targeted), present - 1)
-    what = f"{unit}: {count} targeted in {found.path}"
     if remove > most:
-        raise InvalidConfig(
-            f"{what}, of which {remove} would have to go ({sparsity:.4g}), but at most {most} can: "
-            f"{_what_stays(found, unit, config)}. Lower the sparsity."
+        reason = (
+            f"{remove} would have to go ({sparsity:.4g}), but at most {most} can: {_what_stays(found, unit, config)}"
         )
+        if most:
+            raise InvalidConfig(f"{unit}: {count} targeted in {found.path}, of which {reason}. Lower the sparsity.")
+        return 0, reason
     if remove == 0 and sparsity > 0:
         reachable = [f"{number / count:.3g}" for number in range(1, most + 1)]
         shown = reachable if len(reachable) <= 6 else [*reachable[:3], "...", reachable[-1]]
-        raise InvalidConfig(
-            f"{what}: a sparsity of {sparsity:.4g} removes none (reachable: {', '.join(shown) or 'none'}). "
-            "Raise the sparsity, or target less."
-        )
-    return remove
+        return 0, f"a sparsity of {sparsity:.4g} removes none (reachable: {', '.join(shown) or 'none'})"
+    return remove, None
 
 
 def _what_stays(found: BoundStack, unit: str, config: PruningConfig) -> str:

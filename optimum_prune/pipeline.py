@@ -19,6 +19,7 @@ from optimum_prune.depth import DepthTargets, find_depth_targets, generation_war
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets, find_mask_targets
 from optimum_prune.padded import check_unpadded
+from optimum_prune.ranked import difference
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.selection import Selection, select, widened
@@ -110,10 +111,11 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
             induction=[gain.to_dict() for gain in targets.gains] or None if isinstance(targets, MaskTargets) else None,
         )
         report.warnings += [
-            difference(unit, stack, total["asked"], f"{total['achieved']:.1%}", config.kind)
+            difference(unit, stack, total["asked"], f"{total['achieved']:.1%}", REASONS[config.kind])
             for stack, units in report.per_stack.items()
             for unit, total in units.items()
             if abs(total["asked"] - total["achieved"]) > TOLERANCE
+            and (total["achieved"] > 0 or isinstance(targets, MaskTargets))  # else it is in the notes, with its reason
         ]
         report.warnings += [*targets.notes, *generation_warnings(model)]
         model.config.pruning_config = report.record()
@@ -154,11 +156,6 @@ def _described(data: CalibrationData | None, selection: Selection | None) -> dic
     if data is None:
         return None
     return data.to_dict() | ({"selection": selection.to_dict()} if selection else {})
-
-
-def difference(unit: str, stack: str, asked: float, achieved: str, kind: str) -> str:
-    """Word that more or less goes than is asked, and why; the planner says it in advance."""
-    return f"{unit} of {stack}: asked {asked:.1%}, achieved {achieved}: {REASONS[kind]}."
 
 
 def load_scorer(config: PruningConfig) -> Scorer:

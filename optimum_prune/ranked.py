@@ -1,6 +1,6 @@
 """What patterns share that score whole units or layers: score all, choose by rank, and only then cut."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -53,7 +53,7 @@ class RankedTargets:
         allocation: the one used; never `"auto"`.
         gamma: path of a stack -> MLP sparsity over attention sparsity, where both are coupled.
         sparsity: fraction asked.
-        notes: for the report.
+        notes: for the report; one for each kind of unit in a stack of which none goes, and why.
     """
 
     pools: Sequence[Ranked]
@@ -61,6 +61,10 @@ class RankedTargets:
     gamma: dict[str, float]
     sparsity: float
     notes: list[str] = field(default_factory=list, kw_only=True)
+
+    def note(self, notes: Iterable[str]) -> None:
+        """Add to `notes` those that are new."""
+        self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
 
     def score(
         self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
@@ -105,6 +109,11 @@ class RankedTargets:
         for pool in self.pools:
             asked.setdefault(pool.stack, {})[pool.unit] = pool.sparsity
         return asked
+
+
+def difference(unit: str, stack: str, asked: float, achieved: str, reason: str) -> str:
+    """Describe that more or less goes than is asked, and why."""
+    return f"{unit} of {stack}: asked {asked:.1%}, achieved {achieved}: {reason}."
 
 
 def with_scores(groups: Sequence[GroupReport], ranking: Mapping[str, Tensor]) -> list[GroupReport]:

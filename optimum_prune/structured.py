@@ -1,19 +1,19 @@
 """Structured pruning: which units may go, and how many, before a score exists; then which."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optimum_prune.allocation import FLOOR, Budget, Size, budgets, choose, gamma_auto
+from optimum_prune.allocation import FLOOR, Size, budgets, can_go, gamma_auto
 from optimum_prune.binding import BoundGroup, bind, check_prunable, select
-from optimum_prune.bounds import Range, kept_ranges, reachable, removed_range
+from optimum_prune.bounds import spared
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.pools import Pool, nothing_goes, untouched
 from optimum_prune.ranked import RankedTargets, with_scores
 from optimum_prune.refit import check_compensation, compensate_
 from optimum_prune.report import GroupReport
@@ -21,104 +21,6 @@ from optimum_prune.scorers.base import Scorer
 from optimum_prune.scoring import score_groups
 from optimum_prune.sizes import describe_, measure
 from optimum_prune.surgery import cutting, hide_, kept_aside, slice_
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Units of one kind in one stack, among which a budget is spread.
-
-    Attributes:
-        stack: path of the stack.
-        unit: kind of unit.
-        entries: groups that are cut alike; most entries hold one group.
-        sizes: of the entries.
-        budget: how many units go.
-        combine: of the scorer; see `Scorer`.
-    """
-
-    stack: str
-    unit: str
-    entries: list[list[BoundGroup]]
-    sizes: list[Size]
-    budget: Budget
-    combine: Callable[[Sequence[Tensor], bool], list[Tensor]] | None
-
-    def choose(
-        self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None, share: float = 1.0
-    ) -> dict[str, Tensor]:
-        """Choose the kept units of every group.
-
-        Args:
-            scores: name of a group -> scores of its units; as many groups as the pool has.
-            left: name of a group -> units that did not go in an earlier step; all others go anyway.
-            share: of the budget, that goes up to this step.
-
-        Returns:
-            Name of a group -> kept units, sorted int64.
-        """
-        kept = choose(self.ranked(scores, left), self.budget.part(share))
-        if share == 1 and self.budget.sparsity > 0 and all(map(_is_whole, kept, self.sizes)):
-            raise self._spared()
-        return {group.name: keep for entry, keep in zip(self.entries, kept, strict=True) for group in entry}
-
-    def ranked(self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """Return what the units of every entry are ranked by, `(num_units,) float32`; see `choose`."""
-        totals = [torch.stack([scores[group.name] for group in entry]).sum(dim=0) for entry in self.entries]
-        candidates = [left[entry[0].name] for entry in self.entries] if left else [slice(None)] * len(totals)
-        ranked = [total[candidate] for total, candidate in zip(totals, candidates, strict=True)]
-        if self.combine is not None:
-            ranked = self.combine(ranked, isinstance(self.budget.remove, int))
-        for i, candidate in enumerate(candidates):
-            totals[i] = totals[i].new_full((len(totals[i]),), -torch.inf)
-            totals[i][candidate] = ranked[i]
-        return totals
-
-    def ranking(self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the same by name of a group."""
-        ranked = self.ranked(scores, left)
-        return {group.name: ranks for entry, ranks in zip(self.entries, ranked, strict=True) for group in entry}
-
-    @property
-    def sparsity(self) -> float:
-        """Fraction that should go."""
-        return self.budget.sparsity
-
-    @property
-    def config(self) -> str:
-        """Which of the model's configs describes the stack; `""` is the model's own."""
-        return self.entries[0][0].declared.config
-
-    @property
-    def kept(self) -> dict[str, Range]:
-        """How many units each group keeps, by its name, as far as that is known before the scores."""
-        ranges = kept_ranges(self.sizes, self.budget)
-        return {group.name: kept for entry, kept in zip(self.entries, ranges, strict=True) for group in entry}
-
-    @property
-    def reachable(self) -> list[int]:
-        """Counts that every group can keep, ascending."""
-        counts = [{*reachable(size.num_units, self.budget)} for size in self.sizes]
-        return sorted(set.intersection(*counts))
-
-    @property
-    def removed(self) -> Range:
-        """How many units go in all entries together."""
-        return removed_range(self.sizes, self.budget)
-
-    def check(self) -> None:
-        """Refuse a budget of which rounding leaves nothing, whatever the scores."""
-        if self.budget.sparsity > 0 and self.removed.highest == 0:
-            raise self._spared()
-
-    def _spared(self) -> InvalidConfig:
-        return InvalidConfig(
-            f"{self.unit}: rounding every kept count up to a multiple of {self.budget.round_to} spares what a "
-            f"sparsity of {self.budget.sparsity:.4g} condemns. Lower round_to or raise the sparsity."
-        )
-
-
-def _is_whole(kept: Tensor, size: Size) -> bool:
-    return len(kept) == size.num_units
 
 
 @dataclass(frozen=True)
@@ -137,6 +39,25 @@ class Targets(RankedTargets):
     def check(self, model: PreTrainedModel) -> None:
         """Refuse weights that cannot be pruned, before anything is touched."""
         check_prunable(model, self.groups)
+
+    def choose(
+        self, scores: Mapping[str, Tensor], left: Mapping[str, Tensor] | None = None, share: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Choose the kept units of every group; see `Pool.choose`.
+
+        Raises:
+            InvalidConfig: nothing at all goes, since rounding spares it.
+        """
+        kept = {name: units for pool in self.pools for name, units in pool.choose(scores, left, share).items()}
+        if share == 1 and self.sparsity > 0:
+            whole = [pool for pool in self.pools if pool.is_whole(kept)]
+            by_rounding = [pool for pool in whole if pool.why_none is None]
+            if by_rounding and len(whole) == len(self.pools):
+                raise InvalidConfig(
+                    f"{by_rounding[0].unit}: {spared(by_rounding[0].budget)}. Lower round_to or raise the sparsity."
+                )
+            self.note(untouched(pool, spared(pool.budget)) for pool in by_rounding)
+        return kept
 
     def score(
         self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
@@ -206,9 +127,8 @@ class Targets(RankedTargets):
         ranking: dict[str, Tensor] = {}
         for step in range(1, config.steps + 1):
             found = scores if step == 1 and scores is not None else self.score(model, scorer, data, config)
-            chosen = [pool.choose(found, kept or None, step / config.steps) for pool in self.pools]
             ranking = {name: ranks for pool in self.pools for name, ranks in pool.ranking(found, kept or None).items()}
-            kept = {name: units for choice in chosen for name, units in choice.items()}
+            kept = self.choose(found, kept or None, step / config.steps)
             self._make_up_(model, kept, data, config)
         return kept, ranking
 
@@ -231,8 +151,7 @@ class Targets(RankedTargets):
             return
         assert data is not None, "the pipeline loads calibration data for every compensation"
         batches = list(data.even_batches(config.calibration.batch_size))
-        notes = compensate_(model, self.groups, kept, batches, self.compensation)
-        self.notes.extend(note for note in notes if note not in self.notes)
+        self.note(compensate_(model, self.groups, kept, batches, self.compensation))
 
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Slice every group, and make the config truthful."""
@@ -267,9 +186,11 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
     allocation = _allocation(config, scorer)
     gamma: dict[str, float] = {}
     pools: list[Pool] = []
+    both_targeted = False
     for path in dict.fromkeys(group.stack for group in groups):
         entries = _entries([group for group in groups if group.stack == path])
         sizes = [_size(entry) for entry in entries]
+        both_targeted |= {size.unit for size in sizes} == FLOOR.keys()
         if allocation == "gamma" and (ratio := _gamma(config, entries, sizes)) is not None:
             gamma[path] = ratio
         plan = budgets(
@@ -284,13 +205,15 @@ def find_targets(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) 
             pools.append(
                 Pool(path, unit, [entries[i] for i in chosen], [sizes[i] for i in chosen], budget, scorer.combine)
             )
-            pools[-1].check()
-    if config.gamma != "auto" and not gamma:
+    if config.gamma != "auto" and not both_targeted:
         raise InvalidConfig(f"gamma={config.gamma} couples MLP and attention, but only one of them is targeted.")
+    if config.fraction > 0 and all(pool.why_none for pool in pools):
+        raise nothing_goes(pools, ranks_all=scorer.comparable == "model")
     compensation = resolve_compensation(config, scorer)
     if compensation != "none":
         check_compensation(groups, compensation)
-    return Targets(pools, allocation, gamma, config.fraction, groups, compensation)
+    notes = [untouched(pool, reason) for pool in pools if (reason := pool.why_none)]
+    return Targets(pools, allocation, gamma, config.fraction, groups, compensation, notes=notes)
 
 
 def resolve_compensation(config: PruningConfig, scorer: Scorer) -> str:
@@ -329,10 +252,11 @@ def _size(entry: Sequence[BoundGroup]) -> Size:
 
 
 def _gamma(config: PruningConfig, entries: Sequence[Sequence[BoundGroup]], sizes: Sequence[Size]) -> float | None:
-    """Return gamma of one stack; None where only one kind of unit is targeted there."""
-    weights = {unit: sum(size.weights for size in sizes if size.unit == unit) for unit in FLOOR}
-    if not all(weights.values()):
+    """Return gamma of one stack; None where only one kind of unit is targeted there, or can go."""
+    kinds = {unit: [size for size in sizes if size.unit == unit] for unit in FLOOR}
+    if not all(map(can_go, kinds.values())):
         return None
+    weights = {unit: sum(size.weights for size in members) for unit, members in kinds.items()}
     if config.gamma != "auto":
         return float(config.gamma)
     heads = [group.counts().values() for entry in entries for group in entry if group.unit == "kv_group"]

@@ -1,5 +1,5 @@
 """How many units go, and which: published counts, floors, exactness under ties, and what is refused."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import math
 
@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from optimum_prune import PruningConfig, registry
 from optimum_prune.allocation import Budget, Size, budgets, choose, coupled_sparsities, gamma_auto
 from optimum_prune.binding import bind
+from optimum_prune.bounds import why_none
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.sizes import build_skeleton
 from optimum_prune.structured import find_targets
@@ -58,6 +59,12 @@ def channels(*numbers):
 
 def kv_groups(*numbers):
     return [Size(f"layers.{i}.self_attn", "kv_group", number, 640 * number) for i, number in enumerate(numbers)]
+
+
+def why(groups, sparsity, allocation, **options):
+    """Return why no unit of a kind goes, by kind."""
+    plan = budgets(groups, sparsity, allocation, **options)
+    return {unit: why_none([size for size in groups if size.unit == unit], budget) for unit, budget in plan.items()}
 
 
 def draw(*numbers, seed=0):
@@ -121,9 +128,9 @@ class TestCoupling:
     @pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.29, 0.5, 0.7])
     @pytest.mark.parametrize("gamma", [0.25, 1.0, 3.36])
     def test_meets_the_budget(self, sparsity, gamma):
-        attention, mlp = coupled_sparsities(sparsity, gamma, 1000, 4200, 0.999)
+        attention, mlp = coupled_sparsities(sparsity, gamma, 1000, 4200, 0.875, 0.999)
         assert attention * 1000 + mlp * 4200 == pytest.approx(sparsity * 5200)
-        assert mlp == pytest.approx(gamma * attention) or mlp == 0.999
+        assert mlp == pytest.approx(gamma * attention) or mlp == 0.999 or attention == 0.875
 
     def test_clamps_the_mlp_and_solves_attention_from_the_budget(self):
         plan = budgets(from_config(LLAMA_8B), 0.9, "gamma", gamma=3.36)
@@ -133,6 +140,38 @@ class TestCoupling:
         assert (attention + 4.2 * mlp) / 5.2 == pytest.approx(0.9)
         assert plan["mlp_channel"].remove == 32 * (14336 - 8)
         assert plan["kv_group"].remove == math.floor(attention * 256)
+
+    def test_clamps_attention_and_solves_the_mlp_from_the_budget(self):
+        """With gamma below 1, it is the heads of which more would be asked than there is."""
+        groups = [
+            Size("encoder.0.self", "kv_group", 8, 8 * 768, tied=True),
+            Size("encoder.0.mlp", "mlp_channel", 48, 3072),
+        ]
+        plan = budgets(groups, 0.85, "gamma", gamma=0.5)
+        attention, mlp = plan["kv_group"].sparsity, plan["mlp_channel"].sparsity
+        assert 0.85 * 9216 / (6144 + 0.5 * 3072) > 1  # what gamma alone would ask of the heads
+        assert attention == 7 / 8 and plan["kv_group"].remove == [7]
+        assert (6144 * attention + 3072 * mlp) / 9216 == pytest.approx(0.85)
+
+    @pytest.mark.parametrize("tied", [False, True])
+    @given(
+        heads=st.integers(1, 16),
+        width=st.integers(1, 64),
+        sparsity=st.floats(0, 0.999),
+        gamma=st.floats(0.05, 20),
+    )
+    def test_what_is_asked_is_there(self, heads, width, sparsity, gamma, tied):
+        """No kind is asked for more than its floors let go, and both together are asked for the sparsity."""
+        groups = [Size("0.self", "kv_group", heads, 640 * heads, tied), Size("0.mlp", "mlp_channel", width, 96 * width)]
+        try:
+            plan = budgets(groups, sparsity, "gamma", gamma=gamma)
+        except InvalidConfig as refusal:
+            assert "Lower the sparsity" in str(refusal)
+            return
+        asked = sum(size.weights * plan[size.unit].sparsity for size in groups)
+        assert asked == pytest.approx(sparsity * sum(size.weights for size in groups))
+        if heads > 1 and width > 8:
+            assert plan["kv_group"].sparsity < 1 and plan["mlp_channel"].sparsity < 1
 
     def test_one_kind_alone_is_not_coupled(self):
         for allocation in ("gamma", "global"):
@@ -302,49 +341,48 @@ class TestProperties:
 
 
 class TestRefusals:
-    """CASES.md 4 and 5: never a silent no-op, and the message says what can be had."""
+    """CASES.md 4 and 5: never a silent no-op: what is said of it names what can be had."""
 
     def test_one_group_is_all_there_is(self):
-        message = (
-            r"^kv_group: 3 groups of 1 units, each of which keeps at least 1: none can be removed\. "
-            r"Choose another target, or prune the rest of the model alone with units=\['mlp_channel'\]\.$"
-        )
         for allocation in ("uniform", "global", "gamma"):
-            with pytest.raises(InvalidConfig, match=message):
-                budgets(kv_groups(1, 1, 1) + channels(64, 64, 64), 0.5, allocation)
-            with pytest.raises(InvalidConfig, match=message):
-                budgets(kv_groups(1, 1, 1), 0.5, allocation)
+            groups = kv_groups(1, 1, 1) + channels(64, 64, 64)
+            assert why(groups, 0.5, allocation, gamma=3.36) == {"kv_group": "none of 1 can go", "mlp_channel": None}
+            assert budgets(groups, 0.5, allocation, gamma=3.36)["mlp_channel"].sparsity == 0.5  # what is asked of all
+            assert why(kv_groups(1, 1, 1), 0.5, allocation) == {"kv_group": "none of 1 can go"}
 
     def test_too_little_lists_what_is_reachable(self):
-        with pytest.raises(
-            InvalidConfig, match=r"^kv_group: 2 groups of 2 .*0\.2 removes none \(reachable .* of 2: 0\.5\)"
-        ):
-            budgets(kv_groups(2, 2), 0.2, "uniform")
-        with pytest.raises(InvalidConfig, match=r"\(reachable in a group of 4: 0\.25, 0\.5, 0\.75\)"):
-            budgets(kv_groups(4, 4), 0.1, "uniform")
-        with pytest.raises(InvalidConfig, match=r"0\.125, 0\.25, 0\.375, \.\.\., 0\.875\)\. Raise the sparsity"):
-            budgets(channels(64), 0.05, "uniform", round_to=8)
+        few = why(kv_groups(2, 2), 0.2, "uniform")["kv_group"]
+        assert few == "a sparsity of 0.2 removes none (reachable in a group of 2: 0.5)"
+        assert why(kv_groups(4, 4), 0.1, "uniform")["kv_group"].endswith("(reachable in a group of 4: 0.25, 0.5, 0.75)")
+        many = why(channels(64), 0.05, "uniform")["mlp_channel"]
+        assert many.endswith(" 0.125, 0.25, 0.375, ..., 0.875)")
 
     def test_too_little_for_one_ranking(self):
-        with pytest.raises(
-            InvalidConfig, match=r"0\.05 removes none \(1 of 8 is 0\.125\)\. Raise the sparsity, or prune"
-        ):
-            budgets(kv_groups(4, 4) + channels(64, 64), 0.05, "global")
+        groups = kv_groups(4, 4) + channels(64, 64)
+        assert why(groups, 0.05, "global")["kv_group"] == "a sparsity of 0.05 removes none (1 of 8 is 0.125)"
 
     def test_16_query_and_2_kv_heads_at_30_percent(self):
         assert budgets(kv_groups(2, 2), 0.3, "uniform")["kv_group"].remove == [1, 1]
         assert budgets(kv_groups(2, 2), 0.3, "global")["kv_group"].remove == 1
 
     def test_rounding_that_spares_everything(self):
-        with pytest.raises(InvalidConfig, match=r"^mlp_channel: .*removes none \(reachable in a group of 48: 0\.333, "):
-            budgets(channels(48, 48), 0.2, "uniform", round_to=16)
-        with pytest.raises(InvalidConfig, match=r"\(reachable in a group of 12: none\)"):
-            budgets(channels(12), 0.3, "uniform", round_to=16)
+        found = why(channels(48, 48), 0.2, "uniform", round_to=16)["mlp_channel"]
+        assert found.startswith("a sparsity of 0.2 removes none (reachable in a group of 48: 0.333, ")
+        found = why(channels(12), 0.3, "uniform", round_to=16)["mlp_channel"]
+        assert found.endswith("(reachable in a group of 12: none)")
+        found = why(channels(48, 48), 0.2, "global", round_to=48)["mlp_channel"]
+        assert found.startswith("rounding every kept count up to a multiple of 48 spares what a sparsity of 0.2 ")
+
+    def test_nothing_is_asked(self):
+        assert why(kv_groups(1, 1), 0.0, "uniform") == {"kv_group": None}
 
     def test_too_much(self):
         message = r"^kv_group: 2 groups of 2 to 4 units, .* 5 of 6 .* \(0\.9\), at most 4 can\. Lower the sparsity"
         with pytest.raises(InvalidConfig, match=message):
             budgets(kv_groups(2, 4), 0.9, "global")
+        message = r"^kv_group: .*: 6 of 6 would have to go \(1\), at most 4 can\. Lower the sparsity"
+        with pytest.raises(InvalidConfig, match=message):  # the MLP loses all that it can, and that is not enough
+            budgets(kv_groups(2, 4) + channels(16, 16), 0.95, "gamma", gamma=3.0)
         with pytest.raises(InvalidConfig, match=r"^mlp_channel: .* at most 16 can"):
             budgets(channels(16, 16), 0.9, "global")
 

@@ -22,7 +22,7 @@ from optimum_prune.pipeline import prune
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.block_influence import influence
 from optimum_prune.sizes import measure
-from tests.models import VARIANTS, inputs, llama, llava, opt, source, t5, tokens
+from tests.models import VARIANTS, gemma2, inputs, llama, llava, opt, source, t5, tokens
 from tests.outputs import load, outputs
 from tests.processes import answer
 from tests.pruned import unevenly
@@ -53,6 +53,26 @@ def measured(model):
 
 def lowest(scores, names, count):
     return sorted(sorted(names, key=scores.__getitem__)[:count])
+
+
+class TestWhatCannotGo:
+    """What can go goes, and a warning names what stays."""
+
+    def test_of_a_short_stack(self):
+        model = t5(num_layers=5, num_decoder_layers=2)
+        report = prune(model, config(0.2, scorer="random", calibration=CalibrationConfig(source(model))))
+        assert len(model.encoder.block) == 4 and len(model.decoder.block) == 2
+        assert report.warnings == [
+            "layer of decoder.block: asked 20.0%, achieved 0.0%: a sparsity of 0.2 removes none (reachable: none)."
+        ]
+
+    def test_of_a_kind_of_sublayer(self):
+        """The first attention of each of the two kinds has to stay, and here there are no others."""
+        model = gemma2(num_hidden_layers=2)
+        report = prune(model, config(0.5, units=["attention", "mlp"], **NOTHING_STAYS))
+        assert len(gone(report)) == 1 and gone(report)[0].endswith("mlp")
+        (said,) = report.warnings
+        assert said.startswith("attention of model.layers: asked 50.0%, achieved 0.0%: 1 would have to go (0.5), but")
 
 
 class TestWhatGoes:
@@ -151,7 +171,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("build", "options", "message"),
         [
-            (llama, {"sparsity": 0.1}, r"layer: 3 targeted in .*: a sparsity of 0.1 removes none \(reachable: 0.333\)"),
+            (
+                llama,
+                {"sparsity": 0.1},
+                r"layer: 3 targeted in .*, of which a sparsity of 0.1 removes none \(reachable: 0.333\)",
+            ),
             (
                 llama,
                 {"sparsity": 0.5},

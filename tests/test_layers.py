@@ -42,6 +42,7 @@ LAYERS = [
     },
     {
         "pipeline",
+        "pools",
         "ranked",
         "structured",
         "depth",

@@ -335,13 +335,13 @@ REFUSED = [
     (plain, {"sparsity": 0.97}, InvalidConfig, r"at most 9 can\. Lower the sparsity"),
     (
         plain,
-        {"sparsity": 0.2, "round_to": 48},
+        {"sparsity": 0.2, "round_to": 48, "units": ["mlp_channel"]},
         InvalidConfig,
-        r"mlp_channel: rounding every kept count up to a multiple of 48",
+        r"mlp_channel: .*rounding every kept count up to a multiple of 48 .*lower round_to",
     ),
     (
         plain,
-        {"sparsity": 0.3, "allocation": "uniform", "round_to": 48},
+        {"sparsity": 0.3, "allocation": "uniform", "round_to": 48, "units": ["mlp_channel"]},
         InvalidConfig,
         r"mlp_channel: .*removes none",
     ),
@@ -382,9 +382,9 @@ class TestRefusedRunsLeaveTheModelAlone:
         """CASES.md 5."""
         model = VARIANTS["llama-mqa"]()
         before = state(model)
-        for options in ({"units": ["kv_group"]}, {}, {"allocation": "uniform"}):
+        for options in ({"units": ["kv_group"]}, {"include": ["*.self_attn"]}, {"exclude": ["*.mlp.up_proj"]}):
             with pytest.raises(
-                InvalidConfig, match=r"kv_group: 3 groups of 1 .*none can be removed.*units=\['mlp_channel'\]"
+                InvalidConfig, match=r"kv_group: 3 groups of 1 .*none of 1 can go.*units=\['mlp_channel'\]"
             ):
                 prune(model, config(0.5, **options))
         assert state(model) == before

@@ -11,7 +11,7 @@ from optimum_prune.binding import BoundGroup, bind
 from optimum_prune.bounds import Range, kept_ranges
 from optimum_prune.depth import BLOCK, DepthPool, Layer
 from optimum_prune.evaluation import weight_bytes
-from optimum_prune.structured import Pool
+from optimum_prune.pools import Pool
 
 TARGETED = "targeted_weights"
 PARAMETERS = "parameters"
@@ -49,10 +49,10 @@ def cost_of_units(pool: Pool) -> dict[str, Range]:
 
 def cost_of_layers(pool: DepthPool, bound: Sequence[BoundGroup]) -> dict[str, Range]:
     """Bound what goes with the layers that a pool loses; `bound` are the groups of the model."""
-    costs = [_layer(pool, layer, bound) for layer in pool.layers if not layer.stays]
+    costs = {layer: _layer(pool, layer, bound) for layer in pool.layers}
     removed = {}
-    for name in _names(costs):
-        ascending = sorted(layer[name] for layer in costs)
+    for name in _names(costs.values()):
+        ascending = sorted(cost[name] for layer, cost in costs.items() if not layer.stays)
         removed[name] = Range(sum(ascending[: pool.remove]), sum(ascending[len(ascending) - pool.remove :]))
     return removed
 

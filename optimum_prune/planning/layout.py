@@ -13,8 +13,8 @@ from transformers.utils.logging import tqdm
 from optimum_prune.biases import add_, complete_
 from optimum_prune.binding import adapter_for, bind, stacks
 from optimum_prune.class_switch import switched_name
+from optimum_prune.pools import Pool
 from optimum_prune.sizes import measure, why_not_padded, why_not_stock
-from optimum_prune.structured import Pool
 from optimum_prune.surgery import drop_, slice_
 
 

@@ -13,13 +13,14 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.masking import MaskTargets
 from optimum_prune.padded import check_unpadded, says_padded
-from optimum_prune.pipeline import TOLERANCE, difference, find_targets_of, image_stack, load_scorer, needs_data
+from optimum_prune.pipeline import REASONS, TOLERANCE, find_targets_of, image_stack, load_scorer, needs_data
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
 from optimum_prune.planning.table import percent
 from optimum_prune.planning.width import width_outlook
 from optimum_prune.planning.zeros import zeros_outlook
+from optimum_prune.ranked import difference
 from optimum_prune.structured import Targets
 
 NONE = Range(0, 0)
@@ -94,6 +95,7 @@ def make_plan(
         layout=outlook.layout,
         warnings=[
             *_differences(outlook.totals, config.kind),
+            *targets.notes,
             *outlook.warnings,
             *([PADDED] if skeleton and says_padded(model) else []),
             *_undivided(model, {group.name for group in cut}, devices),
@@ -109,9 +111,10 @@ def _left(before: int, removed: Iterable[Range]) -> Range:
 def _differences(totals: Iterable[PlannedTotal], kind: str) -> list[str]:
     """Word what the run will warn of, where all that may be achieved is too far from what is asked."""
     return [
-        difference(total.unit, total.stack, total.asked, percent(total.achieved), kind)
+        difference(total.unit, total.stack, total.asked, percent(total.achieved), REASONS[kind])
         for total in totals
-        if total.asked - max(total.achieved) > TOLERANCE or min(total.achieved) - total.asked > TOLERANCE
+        if max(total.achieved) > 0  # else it is in the notes, with its reason
+        and (total.asked - max(total.achieved) > TOLERANCE or min(total.achieved) - total.asked > TOLERANCE)
     ]
 
 

@@ -11,7 +11,8 @@ from optimum_prune.planning.layout import forecast
 from optimum_prune.planning.outlook import Outlook
 from optimum_prune.planning.plan import PlannedGroup, PlannedTotal
 from optimum_prune.planning.table import compressed
-from optimum_prune.structured import Pool, Targets
+from optimum_prune.pools import Pool
+from optimum_prune.structured import Targets
 
 
 def width_outlook(model: PreTrainedModel, targets: Targets, devices: int) -> Outlook:
@@ -68,12 +69,12 @@ def _warnings(pool: Pool, devices: int) -> list[str]:
 
 
 def _spared(pool: Pool) -> list[str]:
-    """Word that the run may be refused once the scores are known, since rounding spares all."""
-    if pool.budget.sparsity == 0 or pool.removed.lowest > 0:
+    """Warn that rounding may keep every unit; only the scores tell."""
+    if pool.budget.sparsity == 0 or pool.removed.lowest > 0 or pool.why_none is not None:
         return []
     return [
-        f"rounding up to a multiple of {pool.budget.round_to} may spare all that is condemned, and the run is refused "
-        "then. Lower round_to or raise the sparsity."
+        f"rounding up to a multiple of {pool.budget.round_to} may spare all that is condemned, and a run that removes "
+        "nothing is refused. Lower round_to or raise the sparsity."
     ]
 
 
