@@ -54,7 +54,7 @@ REFUSED = [
     (llama, None, {"sparsity": 0.01, "allocation": "uniform"}),
     (llama, None, {"sparsity": 0.97, "allocation": "global"}),
     (llama, None, {"sparsity": 0.01, "units": ["mlp_channel"], "round_to": 48}),
-    (llama, None, {"round_to": 48, "allocation": "global"}),
+    (llama, None, {"round_to": 48, "allocation": "global", "units": ["mlp_channel"]}),
     (llama, None, {"exclude": ["no_such_layer"]}),
     (llama, None, {"include": ["lm_head"]}),
     (llama, None, {"exclude": ["*"]}),
