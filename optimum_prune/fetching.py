@@ -49,6 +49,23 @@ def fetch(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any
         raise CheckpointError(message) from error
 
 
+def cached_commit(name: str, **hub_kwargs: Any) -> str | None:
+    """Return the commit from which the config of a Hub model was downloaded; None where the cache does not tell.
+
+    Args:
+        name: a Hub id.
+        hub_kwargs: those of `HUB_KWARGS` by which it was loaded just now.
+    """
+    from huggingface_hub import try_to_load_from_cache  # as above
+
+    subfolder = (hub_kwargs.get("subfolder") or "").strip("/")
+    where = {key: hub_kwargs.get(key) for key in ("cache_dir", "revision")}
+    found = try_to_load_from_cache(name, f"{subfolder}/config.json".lstrip("/"), **where)
+    if not isinstance(found, str):
+        return None
+    return Path(found).parents[len(Path(subfolder).parts)].name  # SNAPSHOTS/COMMIT/SUBFOLDER/config.json
+
+
 def fetch_json(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any) -> dict[str, Any]:
     """Read a JSON file of a checkpoint; see `fetch`.
 

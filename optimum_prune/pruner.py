@@ -16,6 +16,7 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.fetching import HUB_KWARGS
 from optimum_prune.integrations.at_load import report_at_load
+from optimum_prune.integrations.beside import Origin
 from optimum_prune.integrations.companions import Companions
 from optimum_prune.integrations.hub import Destination, prepare, save_and_upload
 from optimum_prune.integrations.layouts import save_checkpoint
@@ -50,7 +51,7 @@ class Pruner:
         self.processor = processor
         self.report = report_at_load(model)
         self._stages = Stages(model)
-        self._source: Path | None = None  # the local directory that the model was loaded from
+        self._origin = Origin.of(model)
         self._trusts_code = False  # whether Python code that comes with a model may run
 
     @classmethod
@@ -73,12 +74,12 @@ class Pruner:
         name_or_path = str(source or name_or_path)
         model = load_model(name_or_path, **kwargs)
         pruner = cls(model, *load_companions(model, name_or_path, **kwargs))
-        pruner._source = source
+        where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
+        pruner._origin = replace(Origin.of(model, **where), name_or_path=name_or_path)
         pruner._trusts_code = bool(kwargs.get("trust_remote_code"))
         if not pruner.is_pruned:
             pruner._stages.load_dense = lambda: load_model(name_or_path, **kwargs)
             return pruner
-        where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         if pruner.report is None:
             pruner.report, pruner.evaluations = find_report(name_or_path, model.config.pruning_config, **where)
         apart = pruner.report is not None and any(found.is_apart for found in pruner.report.recovery)
@@ -282,13 +283,17 @@ class Pruner:
     ) -> str:
         """Write model, tokenizer, report and a measured model card, whole or not at all.
 
+        Small files beside the weights that the model was loaded from (licences, tokenizer files, code, pictures) go
+        along; a warning and the card name those that do not, with the reason.
+
         Of processes that train together the main one writes, and the others do not wait for it.
 
         The adapter of a recovery that was not merged goes into the folder `adapter`, as PEFT writes it:
         `PeftModel.from_pretrained(model, directory, subfolder="adapter")` puts it on.
 
         Args:
-            directory: an old checkpoint there is replaced in one step; other files there stay.
+            directory: an old checkpoint there is replaced in one step; other files there stay. A `README.md` that this
+                package did not write, or that somebody edited, is kept as `README.before-pruning.md`.
             layout: `"auto"` (plain transformers loads it where that is possible), `"stock"`, `"compact"` (layers may
                 differ in size, and loading needs this package) or `"padded"` (as compact, with zeros up to the size of
                 the widest layer: larger, and plain transformers loads it).
@@ -317,6 +322,8 @@ class Pruner:
             )
         options = {"layout": layout, "storage": storage, "class_switch": class_switch, "verify": verify}
         companions = Companions(
+            target=Path(directory),
+            origin=self._origin,
             tokenizer=self.tokenizer,
             processor=self.processor,
             adapter=self._stages.adapter and self._stages.adapter.name,
@@ -325,7 +332,7 @@ class Pruner:
             card_data=card_data,
         )
         layout = save_checkpoint(self.model, directory, companions=companions.write, **options, **kwargs)
-        if self._source == Path(directory).resolve():
+        if self._origin.folder is not None and self._origin.folder.resolve() == Path(directory).resolve():
             self._stages.load_dense = None  # the dense model is no longer there
         return layout
 

@@ -16,6 +16,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY, without_paths
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.integrations.signature import sign_
 from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
 from optimum_prune.recovery.report import RecoveryReport, describe_training
 from optimum_prune.report import (
@@ -54,6 +55,7 @@ def model_card(
     parameters: int | None = None,
     adapter: bool = False,
     pictures: Iterable[str] = (),
+    left: Mapping[str, str] | None = None,
     card_data: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """Write the card of a pruned model. Where it was pruned before, the card tells of all cuts from the dense model on.
@@ -69,6 +71,7 @@ def model_card(
         parameters: of the model that loads, those of its padding too.
         adapter: whether the adapter of a recovery is saved along.
         pictures: paths of those that are saved along, relative to the card.
+        left: files of the model's source that are not saved along -> the reason.
         card_data: metadata that is known otherwise, e.g. from `inherited_metadata`; lists are added to ours.
     """
     given = dict(card_data or {})
@@ -90,7 +93,7 @@ def model_card(
     }
     if results := _eval_results(measured):
         metadata |= {"model_name": name, "eval_results": results}
-    return ModelCard.from_template(
+    card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_path=str(Path(__file__).with_name("card.md")),
         name=name,
@@ -130,7 +133,10 @@ def model_card(
         shown=(shown := measured or earlier),
         measurements=comparison_rows(evaluations) if shown else None,
         measured_data=shown and describe_data(without_paths(shown.data)),
+        left=dict(left or {}),
     )
+    sign_(card)
+    return card
 
 
 def inherited_metadata(name_or_path: str | os.PathLike[str] | None) -> dict[str, Any]:

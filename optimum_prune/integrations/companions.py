@@ -1,5 +1,6 @@
-"""What goes beside the weights: tokenizer, processor, adapter, report, pictures, card."""
+"""What goes beside the weights: tokenizer, processor, files of the source, adapter, report, pictures, card."""
 
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.integrations.beside import Origin, copy_beside
 from optimum_prune.integrations.card import inherited_metadata, model_card
 from optimum_prune.integrations.layouts import PICTURES, Written
 from optimum_prune.integrations.loading import write_report
+from optimum_prune.integrations.signature import is_ours, spare_name
 from optimum_prune.measurements import Evaluation
 from optimum_prune.plots.pictures import save_pictures
 from optimum_prune.recovery.adapter import FOLDER
 from optimum_prune.report import PruningReport
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Companions:
     """What is written with a model.
 
     Attributes:
+        target: folder in which all of it will be in the end.
+        origin: where the model came from; small files beside its weights go along.
         tokenizer: saved along, where there is one.
         processor: the same.
         adapter: folder of an adapter that was not merged; None where there is none.
@@ -29,6 +36,8 @@ class Companions:
         card_data: metadata of the card that is known better than what can be found.
     """
 
+    target: Path
+    origin: Origin
     tokenizer: Any
     processor: Any
     adapter: str | None
@@ -51,11 +60,16 @@ class Companions:
                     "with another merge than 'none'."
                 )
             shutil.copytree(self.adapter, folder / FOLDER)
+        left = copy_beside(self.origin, folder, self.target)
+        if left:
+            named = ", ".join(f"{name} ({reason})" for name, reason in left.items())
+            logger.warning("Not copied from %s: %s.", self.origin.name_or_path, named)
         if self.report is not None:
             write_report(folder, self.report, self.evaluations)
-            self._write_card(self.report, folder, written)
+            self._write_card(self.report, folder, written, left)
+            self._keep_words(folder)
 
-    def _write_card(self, report: PruningReport, folder: Path, written: Written) -> None:
+    def _write_card(self, report: PruningReport, folder: Path, written: Written, left: Mapping[str, str]) -> None:
         pictures = save_pictures(folder / PICTURES, report, self.evaluations)
         card = model_card(
             report,
@@ -68,6 +82,24 @@ class Companions:
             parameters=written.parameters,
             adapter=self.adapter is not None,
             pictures=[f"{PICTURES}/{picture.name}" for picture in pictures],
+            left=left,
             card_data=inherited_metadata(report.base_model) | dict(self.card_data or {}),
         )
         card.save(folder / "README.md")
+
+    def _keep_words(self, folder: Path) -> None:
+        """Keep a `README.md` that the new card replaces, if this package did not write it, or somebody edited it."""
+        card = self.target / "README.md"
+        content = card.read_bytes() if card.is_file() else None
+        if content is None or is_ours(content.decode("utf-8", "replace")):
+            return
+
+        def read(name: str) -> bytes | None:
+            found = [place / name for place in (folder, self.target) if (place / name).exists()]
+            return found[0].read_bytes() if found else None
+
+        if name := spare_name(content, read):
+            (folder / name).write_bytes(content)
+            logger.warning(
+                "README.md in %s was not written by this package, or edited since: it is kept as %s.", self.target, name
+            )

@@ -93,9 +93,13 @@ def _alive(process: int) -> bool:
 
 def _carry_over(old: Path, new: Path, stale: Callable[[Path], bool]) -> None:
     for path in old.iterdir():
-        if (new / path.name).exists() or stale(path):
+        if stale(path):
             continue
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir() and not path.is_symlink() and (new / path.name).is_dir():
+            _carry_over(path, new / path.name, stale=lambda nested: False)
+        elif (new / path.name).exists():
+            continue
+        elif path.is_dir() and not path.is_symlink():
             shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link_or_copy)
         else:
             _link_or_copy(path, new / path.name)

@@ -5,7 +5,7 @@ import logging
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +18,9 @@ from huggingface_hub.utils import get_session, validate_repo_id
 from optimum_prune.config import without_paths
 from optimum_prune.errors import CheckpointError, InvalidConfig, PublishError
 from optimum_prune.fetching import cause, fetch, fetch_json, said
-from optimum_prune.integrations.layouts import CARD_MARK, PICTURES, STALE
+from optimum_prune.integrations.layouts import PICTURES, STALE
 from optimum_prune.integrations.loading import REPORT
+from optimum_prune.integrations.signature import is_ours, spare_name
 from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import CONFIG, FOLDER
 from optimum_prune.report import is_hub_id
@@ -104,6 +105,7 @@ def prepare(to: Destination) -> Destination:
 def upload(directory: str | Path, to: Destination) -> str:
     """Send a saved checkpoint in one commit, which also takes away the weights and report of an older one.
 
+    A `README.md` on the Hub that this package did not write, or that somebody edited, is kept under another name.
     Hidden files stay here; so do the paths of this machine that the report names.
 
     Args:
@@ -124,11 +126,14 @@ def upload(directory: str | Path, to: Destination) -> str:
     sent = _files(directory)
     then = f" The checkpoint is whole in {directory}. To try again: `{_command(directory, to)}`"
     with _asking(f"Uploading to {to.repo_id}", then):
+        listed = api.list_repo_files(to.repo_id, revision=to.revision)
+        card = _read(to, "README.md") if "README.md" in listed else None
         commit = api.create_commit(
             to.repo_id,
             [
                 *(CommitOperationAdd(name, _published(path)) for name, path in sent.items()),
-                *(CommitOperationDelete(name) for name in _stale(api, to, sent)),
+                *(CommitOperationAdd(name, content) for name, content in _kept_words(to, sent, listed, card)),
+                *(CommitOperationDelete(name) for name in _stale(sent, listed, card)),
             ],
             commit_message=to.commit_message or "Upload a model pruned by optimum_prune",
             revision=to.revision,
@@ -233,17 +238,40 @@ def save_and_upload(save: Callable[[Path], Any], to: Destination, directory: str
     return url
 
 
-def _stale(api: HfApi, to: Destination, sent: Collection[str]) -> list[str]:
+def _stale(sent: Collection[str], listed: Collection[str], card: bytes | None) -> list[str]:
     """Return what would stay in the repository and speak of an older checkpoint, its card included."""
-    listed = api.list_repo_files(to.repo_id, revision=to.revision)
     left = [name for name in listed if name not in sent]
     folders = (f"{PICTURES}/", f"{FOLDER}/") if f"{FOLDER}/{CONFIG}" in listed else (f"{PICTURES}/",)
     stale = [name for name in left if STALE.fullmatch(name) or name.startswith(folders)]
-    if "README.md" in left:
-        card = fetch(to.repo_id, "README.md", revision=to.revision, token=to.token)
-        if card is not None and CARD_MARK in card.read_text(encoding="utf-8", errors="replace"):
-            stale.append("README.md")
-    return stale
+    return [*stale, "README.md"] if "README.md" in left and _is_ours(card) else stale
+
+
+def _kept_words(
+    to: Destination, sent: Mapping[str, Path], listed: Collection[str], card: bytes | None
+) -> list[tuple[str, bytes]]:
+    """Return name and content under which somebody's `README.md` is kept, which would be replaced."""
+    if card is None or "README.md" not in sent or _is_ours(card) or card == sent["README.md"].read_bytes():
+        return []
+
+    def read(name: str) -> bytes | None:
+        if name in sent:
+            return sent[name].read_bytes()
+        return _read(to, name) if name in listed else None
+
+    name = spare_name(card, read)
+    if name is None:
+        return []
+    logger.warning("README.md of %s was not written by this package, or edited since: kept as %s.", to.repo_id, name)
+    return [(name, card)]
+
+
+def _is_ours(card: bytes | None) -> bool:
+    return card is not None and is_ours(card.decode("utf-8", "replace"))
+
+
+def _read(to: Destination, name: str) -> bytes | None:
+    path = fetch(to.repo_id, name, revision=to.revision, token=to.token)
+    return None if path is None else path.read_bytes()
 
 
 def published(report: dict[str, Any]) -> dict[str, Any]:

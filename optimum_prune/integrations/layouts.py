@@ -23,6 +23,7 @@ from optimum_prune.integrations.headers import check_all
 from optimum_prune.integrations.ordering import in_order
 from optimum_prune.integrations.packing import STORAGE, STORAGES, save_packed
 from optimum_prune.integrations.padding import pad
+from optimum_prune.integrations.signature import is_ours
 from optimum_prune.padded import is_padded
 from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import FOLDER, is_adapter
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 LAYOUTS = ("auto", "stock", "compact", "padded")
 PICTURES = "pruning_pictures"
 """Folder of the pictures that the card shows."""
-CARD_MARK = "pruned with `optimum_prune`"
-"""Words of the card's first sentence; a README without them is somebody's own."""
 _PADDED_AND_PACKED = "packed weights load with this package alone, and padding is for loading without it."
 _SHARD = r"(\.\w+)?(-\d{5}-of-\d{5})?"
 STALE = re.compile(
@@ -88,7 +87,8 @@ def save_checkpoint(
 
     Args:
         model: its config is made truthful first.
-        directory: an old checkpoint there is replaced in one step; other files there stay.
+        directory: an old checkpoint there is replaced in one step; other files there stay, a card that somebody
+            edited among them.
         layout: `"auto"`, `"stock"`, `"compact"` or `"padded"`. A result that the plain config can say is written as
             `stock` in any case: there is nothing that the others would add. What was loaded from a padded checkpoint
             is written as one, see `unpad_`.
@@ -244,7 +244,7 @@ def _written(form: _Form, folder: Path, storage: str) -> Written:
 def _is_stale(path: Path) -> bool:
     """Tell what of an old checkpoint would speak of other weights; files that transformers never reads stay."""
     if path.name == "README.md":
-        return path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")
+        return path.is_file() and is_ours(path.read_text(encoding="utf-8", errors="replace"))
     if path.name == FOLDER:
         return is_adapter(path)
     if path.name == PICTURES:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from optimum_prune import registry
 from optimum_prune.binding import adapter_for
 from optimum_prune.configs import METHOD, block, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
-from optimum_prune.fetching import HUB_KWARGS
+from optimum_prune.fetching import HUB_KWARGS, cached_commit
 from optimum_prune.integrations.quantizer import CheckpointConfig, PruningQuantizer
 from optimum_prune.measurements import Evaluation
 from optimum_prune.report import PruningReport
@@ -55,6 +56,10 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
                 f"{name_or_path} lacks {missing[0]} (and {len(missing) - 1} more weights), which "
                 f"{type(model).__name__} needs. Load another kind of model yourself: Pruner(model, tokenizer)."
             )
+        if not os.path.exists(name_or_path) and getattr(model.config, "_commit_hash", None) is None:
+            where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
+            # From 5.24 on transformers does not note it.
+            model.config._commit_hash = cached_commit(str(name_or_path), **where)
     return model
 
 

@@ -98,6 +98,7 @@ def loopback(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         settings = {"HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
         for name, value in {**urls, **settings}.items():
             patch.setattr(f"huggingface_hub.constants.{name}", value)
+        patch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # keeps the address of an earlier Hub
         patch.setenv("HF_TOKEN", "me")
         patch.setattr("time.sleep", lambda seconds: None)
         yield hub
@@ -295,9 +296,16 @@ def commit(handler: Handler, name: str, revision: str) -> Any:
 def info(handler: Handler, name: str, revision: str | None = None) -> Any:
     revision = revision or MAIN
     repository = handler.repository(name, revision)
-    siblings = [{"rfilename": path} for path in repository.files(revision)]
+    siblings: list[dict[str, Any]] = [{"rfilename": path} for path in repository.files(revision)]
+    if handler.query.get("blobs"):
+        for sibling in siblings:
+            sibling["size"] = size(repository.files(revision)[sibling["rfilename"]])
     sha = repository.branches.get(revision, revision)
     return {"id": name, "sha": sha, "private": repository.private, "siblings": siblings, "tags": [], "downloads": 0}
+
+
+def size(content: bytes | Path) -> int:
+    return content.stat().st_size if isinstance(content, Path) else len(content)
 
 
 def tree(handler: Handler, name: str, revision: str) -> Any:
@@ -306,7 +314,7 @@ def tree(handler: Handler, name: str, revision: str) -> Any:
         {
             "type": "file",
             "path": path,
-            "size": content.stat().st_size if isinstance(content, Path) else len(content),
+            "size": size(content),
             "oid": "0" * 40,
         }
         for path, content in files.items()
@@ -320,8 +328,7 @@ def resolve(handler: Handler, name: str, revision: str, path: str) -> Any:
         raise Refused(404, "Entry not found", "EntryNotFound")
     sha = repository.branches.get(revision, revision)
     etag = content.name if isinstance(content, Path) else hashlib.sha1(content).hexdigest()
-    size = content.stat().st_size if isinstance(content, Path) else len(content)
-    return content, {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "X-Linked-Size": str(size)}
+    return content, {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "X-Linked-Size": str(size(content))}
 
 
 MODEL = r"/api/models/(?P<name>[\w.-]+/[\w.-]+)"

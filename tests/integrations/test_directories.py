@@ -95,6 +95,19 @@ def test_new_file_in_place_of_an_old_folder(old, swap):
     assert tree(old) == KEPT | {"new": "new"}
 
 
+def test_folders_that_both_have_are_merged(old, swap):
+    (old / "both" / "deep").mkdir(parents=True)
+    (old / "both" / "theirs").write_text("theirs")
+    (old / "both" / "deep" / "theirs").write_text("theirs")
+    (old / "both" / "ours").write_text("old")
+    with replacing(old, stale=lambda path: False) as new:
+        (new / "both" / "deep").mkdir(parents=True)
+        (new / "both" / "ours").write_text("new")
+    found = {path.relative_to(old / "both").as_posix() for path in (old / "both").rglob("*") if path.is_file()}
+    assert found == {"theirs", "deep/theirs", "ours"}
+    assert (old / "both" / "ours").read_text() == "new"
+
+
 def test_twice(old, swap):
     write(old, "first")
     write(old, "second")

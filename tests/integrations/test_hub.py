@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 import time
 
 import pytest
@@ -143,13 +144,40 @@ def test_older_adapter_goes(saved, hub):
     assert repository.files().keys() == {".gitattributes", *contents(saved)}
 
 
-@pytest.mark.parametrize(("card", "stays"), [(b"a model pruned with `optimum_prune`", False), (b"my words", True)])
-def test_older_card_goes_where_none_takes_its_place(card, stays, hub, tmp_path):
+@pytest.mark.parametrize("edit", ["", "my words", None])
+def test_older_card_goes_where_none_takes_its_place(edit, saved, hub, tmp_path):
+    """One that somebody edited, or wrote, stays."""
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "config.json").write_text("{}")
-    repository = hub.create("me/it", {"README.md": card})
+    card = "my words" if edit is None else (saved / "README.md").read_text() + edit
+    repository = hub.create("me/it", {"README.md": card.encode()})
     upload(tmp_path / "it", prepare(TO))
-    assert ("README.md" in repository.files()) == stays
+    assert ("README.md" in repository.files()) == (edit != "")
+
+
+def test_edited_cards_on_the_hub_are_kept(saved, hub, caplog):
+    hub.create("me/it", {"README.md": b"my words"})
+    aside = ["README.before-pruning.md", "README.before-pruning-2.md"]
+    for kept in ({aside[0]: b"my words"}, {aside[0]: b"my words", aside[1]: b"other words"}):
+        for _ in range(2):  # what is kept already is not kept twice
+            upload(saved, prepare(TO))
+            files = hub.repositories["me/it"].files()
+            assert files["README.md"] == (saved / "README.md").read_bytes()
+            assert {name: files[name] for name in aside if name in files} == kept
+        hub.repositories["me/it"].files()["README.md"] = b"other words"
+        hub.repositories["me/it"].commit("main", dict(hub.repositories["me/it"].files()), "edited on the Hub")
+    assert caplog.text.count("kept as README.before-pruning") == 2
+
+
+def test_edited_card_of_this_machine_is_sent(saved, hub, tmp_path):
+    """The Hub has the card as it was written: nothing is lost."""
+    upload(saved, prepare(TO))
+    shutil.copytree(saved, tmp_path / "it")
+    (tmp_path / "it" / "README.md").write_text("my words")
+    for _ in range(2):
+        upload(tmp_path / "it", prepare(TO))
+    files = hub.repositories["me/it"].files()
+    assert files["README.md"] == b"my words" and "README.before-pruning.md" not in files
 
 
 # Where to
