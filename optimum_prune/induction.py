@@ -234,7 +234,10 @@ class _Moments:
 
     def __init__(self, inputs: Iterator[Tensor]):
         self.watched = self._watch(inputs)
-        self._tokens, self._sum, self._squares = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
+        self._tokens, self._sum, self._squares = (
+            0,
+            *(torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(2)),
+        )
 
     @property
     def mean(self) -> Tensor:

@@ -89,7 +89,7 @@ def _fit(models: Mapping[str, PreTrainedModel], prefill_tokens: int, decode_toke
 def _prompt(models: Mapping[str, PreTrainedModel], batch_size: int, length: int) -> Tensor:
     vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
     generator = torch.Generator().manual_seed(0)  # the global one is the user's
-    return torch.randint(vocabulary, (batch_size, length), generator=generator)
+    return torch.randint(vocabulary, (batch_size, length), generator=generator, device="cpu")
 
 
 def _milliseconds(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> float:

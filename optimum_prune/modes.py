@@ -1,9 +1,10 @@
-"""A model's mode, changed for a while and given back on every way out."""
+"""A model's mode and torch's defaults, changed for a while and given back on every way out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -64,6 +65,22 @@ def as_it_was(model: PreTrainedModel, checkpointing: bool) -> Iterator[None]:
             module.training = training
         if len(devices) == 1:
             model.to(devices.pop())  # pyright: ignore[reportArgumentType] - a Trainer takes it to the first GPU
+
+
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Restore torch's own defaults for a while: tensors are made on the CPU, in float32.
+
+    For code of others that makes tensors without naming device and dtype. A user may have set both, by
+    `torch.set_default_device` and `torch.set_default_dtype`.
+    """
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _switch(model: PreTrainedModel, what: str, *options: Any) -> None:

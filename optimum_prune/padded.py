@@ -37,7 +37,7 @@ def used(group: BoundGroup) -> int:
 
     Biases of the readers belong to no unit: with one that is not zero, the group cannot be empty.
     """
-    read = torch.zeros(group.num_units, dtype=torch.bool)
+    read = torch.zeros(group.num_units, dtype=torch.bool, device="cpu")
     for linear in group.readers:
         columns = (linear.weight != 0).any(dim=0)
         read |= columns.view(group.num_units, -1).any(dim=1).cpu()

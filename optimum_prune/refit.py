@@ -221,8 +221,8 @@ METHODS: dict[str, Callable[[PreTrainedModel, Refit, Sequence[Batch]], None]] = 
 def _moments(refit: Refit, reader: Reader, pairs: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return `E[a a^T]` and `E[t a^T]`, over pairs of a target t and inputs a."""
     width = len(reader.kept)
-    moment = torch.zeros(width, width, device=reader.kept.device)
-    cross = torch.zeros(len(reader.linear.weight), width, device=reader.kept.device)
+    moment = torch.zeros(width, width, dtype=torch.float32, device=reader.kept.device)
+    cross = torch.zeros(len(reader.linear.weight), width, dtype=torch.float32, device=reader.kept.device)
     tokens = 0
     for target, x in pairs:
         moment.addmm_(x.t(), x)

@@ -1,9 +1,17 @@
-"""Modes that are given back on every way out, the way in included."""
+"""Modes that are given back on every way out, the way in included; no tensor that follows torch's defaults."""
+
+import ast
+from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
-from optimum_prune.modes import evaluating, frozen
+import optimum_prune
+from optimum_prune.modes import evaluating, frozen, plain_defaults
+from tests.defaults import other_defaults
+
+PACKAGE = Path(optimum_prune.__file__).parent
 
 
 class Interrupted(nn.Module):
@@ -49,3 +57,28 @@ def test_modes_inside_and_after(mode):
     with mode(model):
         assert facts(model) == ([False] * 3, [mode is evaluating, False])
     assert facts(model) == before
+
+
+MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+MAKERS |= {"tensor", "zeros"}
+FLOATS = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+"""Of these, the ones whose dtype does not follow from the values given."""
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_tensor_is_made_with_device_and_dtype(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in MAKERS}:
+            named = {keyword.arg for keyword in node.keywords}
+            wanted = {"device", "dtype"} if ast.unparse(node.func)[len("torch.") :] in FLOATS else {"device"}
+            assert wanted <= named, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_plain_defaults_are_given_back():
+    with other_defaults(torch.float64):
+        with pytest.raises(KeyboardInterrupt), plain_defaults():
+            made = torch.ones(2)
+            raise KeyboardInterrupt
+        after = torch.ones(2)
+    assert (made.dtype, made.device.type) == (torch.float32, "cpu")
+    assert (after.dtype, after.device.type) == (torch.float64, "meta")

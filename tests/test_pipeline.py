@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, LlamaModel
 from optimum_prune import (
     CalibrationConfig,
     CalibrationError,
+    InductionConfig,
     InvalidConfig,
     PruningConfig,
     PruningError,
@@ -24,9 +25,11 @@ from optimum_prune import (
 from optimum_prune.binding import bind, select
 from optimum_prune.configs import block_method
 from optimum_prune.pipeline import prune
+from optimum_prune.planning.planner import make_plan
 from optimum_prune.scorers.base import Scorer
 from optimum_prune.sizes import measure
 from tests.damage import nan_norm, nan_weight, plain, quantised, renamed, shared
+from tests.defaults import other_defaults
 from tests.models import VARIANTS, llama, mistral, source, tokens
 from tests.outputs import outputs
 
@@ -54,6 +57,48 @@ def state(model):
         "modules": [(id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "widths": [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)],
     }
+
+
+EVERY = [
+    (scorer, "2:4" if kind == "n:m" else kind)
+    for scorer in registry.available("scorers")
+    for kind in registry.load("scorers", scorer).patterns
+]
+"""Every scorer with each of its patterns."""
+
+
+class TestTorchDefaults:
+    """CASES.md 41."""
+
+    @pytest.mark.parametrize(("scorer", "pattern"), EVERY)
+    def test_no_result_depends_on_them(self, scorer, pattern):
+        sparsity = None if pattern == "2:4" else 0.4
+        calibration = CalibrationConfig(SAMPLES[:4], num_samples=4, seq_len=12)
+        options = config(sparsity, pattern=pattern, scorer=scorer, calibration=calibration)
+        plain = llama()
+        report = prune(plain, options)
+        model = llama()
+        with other_defaults(torch.float64):
+            planned = make_plan(model, options)
+            again = prune(model, options)
+        assert state(model)["values"] == state(plain)["values"]
+        assert kept(again) == kept(report) and planned.asked == again.asked
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"pattern": "2:4", "scorer": "wanda", "induction": InductionConfig(epochs=1, allow_bias=True)},
+            {"scorer": "taylor", "sparsity": 0.4, "steps": 2, "compensation": "sequential"},
+            {"scorer": "wanda", "sparsity": 0.4, "calibration": CalibrationConfig("self", num_samples=4, seq_len=12)},
+        ],
+        ids=["induction", "steps", "self"],
+    )
+    def test_neither_what_else_a_run_does(self, options):
+        plain, model = llama(), llama()
+        prune(plain, PruningConfig(**{"calibration": CalibrationConfig(SAMPLES)} | options))
+        with other_defaults(torch.float64):
+            prune(model, PruningConfig(**{"calibration": CalibrationConfig(SAMPLES)} | options))
+        assert state(model)["values"] == state(plain)["values"]
 
 
 class TestRepeatable:

@@ -92,7 +92,7 @@ def _blocks(items: Iterable[Any], request: Request) -> Iterator[tuple[Sequence[A
     generator = torch.Generator().manual_seed(request.config.seed)
 
     def order(length: int) -> Iterator[int]:
-        indices = torch.randperm(length, generator=generator)
+        indices = torch.randperm(length, generator=generator, device="cpu")
         return chain.from_iterable(part.tolist() for part in indices.split(BUFFER))
 
     if isinstance(items, Rows):

@@ -17,6 +17,7 @@ from optimum_prune.calibration.request import Request
 from optimum_prune.calibration.rows import reading, reason_of
 from optimum_prune.calibration.tokens import TOKENISED, checked
 from optimum_prune.errors import CalibrationError
+from optimum_prune.modes import plain_defaults
 
 
 def image_texts(source: Source, processor: Any, request: Request) -> list[tuple[Tensor, Tensor]]:
@@ -83,11 +84,12 @@ def _processed(processor: Any, request: Request, row: tuple[Any, str]) -> tuple[
         images = [_decoded(image) for image in _listed(row[0])]
     text = _with_placeholders(text, len(images), processor.image_token)
     try:
-        # Not verbose: it would warn of texts longer than the context, and these are cut here.
-        output = processor(images=images, text=text, return_tensors="pt", text_kwargs={"verbose": False})
+        with plain_defaults():  # the processor makes its tensors by torch's defaults
+            # Not verbose: it would warn of texts longer than the context, and these are cut here.
+            output = processor(images=images, text=text, return_tensors="pt", text_kwargs={"verbose": False})
     except Exception as error:  # whatever an image processor makes of an image of an unusual kind
         raise CalibrationError(f"The processor cannot use the image of {_short(text)}: {reason_of(error)}.") from error
-    pixels = torch.as_tensor(output["pixel_values"]).float()
+    pixels = torch.as_tensor(output["pixel_values"], device="cpu").float()
     ids = checked(output["input_ids"][0], request.vocab_size, TOKENISED)
     if pixels.dim() != 4 or (ids == request.image_token).sum() < len(images):
         raise CalibrationError(
@@ -121,7 +123,9 @@ def _short(text: str) -> str:
 def _cut(ids: Tensor, request: Request) -> Tensor | None:
     """Cut text behind `seq_len` tokens of text, and whatever is behind the model's longest context."""
     is_patch = ids == request.image_token
-    fits = ((~is_patch).cumsum(dim=0) <= request.seq_len) & (torch.arange(len(ids)) < request.longest)
+    fits = ((~is_patch).cumsum(dim=0) <= request.seq_len) & (
+        torch.arange(len(ids), device=ids.device) < request.longest
+    )
     length = int(fits.sum())
     if is_patch[length:].any():
         request.seen["unfit"] += 1

@@ -75,7 +75,7 @@ def input_moments(name: str, inputs: Iterable[Tensor], *, full: bool) -> InputMo
     Raises:
         UnsupportedModel: an input is not finite; `name` is the module that reads it.
     """
-    tokens, mean, squares = 0, torch.zeros(1), torch.zeros(1)
+    tokens, mean, squares = 0, *(torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(2))
     moment = None
     for x in inputs:
         x = x.detach().reshape(-1, x.shape[-1]).float()  # (T, d); squares of float16 would overflow

@@ -81,7 +81,7 @@ class CalibrationData:
             rows = slice(first, first + batch_size)
             batch = padded(self.samples[rows], pad_token_id)
             if self.targets is not None:
-                begin = torch.tensor([self.start])
+                begin = torch.tensor([self.start], device="cpu")
                 shifted = [torch.cat([begin, target[:-1]]) for target in self.targets[rows]]
                 batch |= {f"decoder_{name}": ids for name, ids in padded(shifted, pad_token_id).items()}
             if self.images is not None:
@@ -119,9 +119,9 @@ class CalibrationData:
         """
         if self.targets is not None:
             target = self.targets[index]
-            return torch.arange(len(target)), target
+            return torch.arange(len(target), device="cpu"), target
         labels = self.samples[index][1:]
-        positions = torch.arange(len(labels))
+        positions = torch.arange(len(labels), device="cpu")
         if self.image_token is None:
             return positions, labels
         words = labels != self.image_token

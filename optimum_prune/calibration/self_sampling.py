@@ -49,7 +49,7 @@ def draw_samples(
     check_generates(model)
     generator = torch.Generator().manual_seed(config.seed)
     first = _first_tokens(model, tokenizer, config.num_samples, generator)
-    uniform = torch.rand(config.num_samples, seq_len - 1, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(config.num_samples, seq_len - 1, generator=generator, dtype=torch.float64, device="cpu")
     batches = zip(first.split(config.batch_size), uniform.split(config.batch_size), strict=True)
     samples: list[Tensor] = []
     with evaluating(model), tqdm(desc="Sampling", total=uniform.numel(), unit="tok", delay=2) as bar:
@@ -109,6 +109,6 @@ def _first_tokens(
             token = getattr(owner, name, None)
             token = token[0] if isinstance(token, list) else token  # a config may name several EOS
             if token is not None and 0 <= token < vocab_size:
-                return torch.full((num_samples, 1), token)
-    words = torch.tensor([token for token in range(vocab_size) if token != image_token(model)])
-    return words[torch.randint(len(words), (num_samples, 1), generator=generator)]
+                return torch.full((num_samples, 1), token, device="cpu")
+    words = torch.tensor([token for token in range(vocab_size) if token != image_token(model)], device="cpu")
+    return words[torch.randint(len(words), (num_samples, 1), generator=generator, device="cpu")]

@@ -78,7 +78,7 @@ def corrupt(window: Tensor, sentinels: Sequence[int], end: Sequence[int], seed: 
         position = end_of_span
     source += [*ids[position:], *end]
     target += [sentinels[spans], *end]
-    return torch.tensor(source), torch.tensor(target)
+    return torch.tensor(source, device="cpu"), torch.tensor(target, device="cpu")
 
 
 def _unused(window: Tensor, sentinels: Sequence[int]) -> list[int]:

@@ -46,7 +46,7 @@ def windows(
         raise CalibrationError(
             f"seq_len=1 leaves no room for text: each window begins with {tokenizer.bos_token!r}. Raise seq_len."
         )
-    rest = torch.empty(0, dtype=torch.int64)
+    rest = torch.empty(0, dtype=torch.int64, device="cpu")
     with tqdm(desc="Tokenizing", unit="tok", unit_scale=True, delay=2) as bar:
         for chunk in _chunks(texts, request.seen):
             pieces = [piece for _, piece in chunk]
@@ -182,7 +182,7 @@ def checked(ids: Any, vocab_size: int, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:  # None, strings, ragged lists, more than 64 bits
         raise CalibrationError(f"{what} is no list of token ids: {error}.") from error
     if tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     if tensor.dim() != 1 or tensor.is_floating_point():
         raise CalibrationError(f"{what} must be a flat list of integers, got {reprlib.repr(ids)}.")
     outside = tensor[(tensor < 0) | (tensor >= vocab_size)]

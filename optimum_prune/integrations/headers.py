@@ -82,7 +82,7 @@ def expected_shapes(model: PreTrainedModel, prefix: str = "") -> Shapes:
 def _disk_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     """Return what the names of the blocks' tensors begin with on disk, where LLaVA's differ from its modules'."""
     found = stacks(model, adapter_for(model))
-    names = {f"{stack.path}.{END}": torch.empty(0, device="meta") for stack in found}
+    names = {f"{stack.path}.{END}": torch.empty(0, dtype=torch.float32, device="meta") for stack in found}
     return tuple(name.removesuffix(END) for name in revert_weight_conversion(model, names))
 
 

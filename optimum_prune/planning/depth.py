@@ -42,7 +42,11 @@ def _some_cut(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) -> 
     """Cut a skeleton by scores that mean nothing: as many layers go as in the run."""
     skeleton = skeleton_of(model)
     targets = find_depth_targets(skeleton, config, scorer)
-    scores = {layer.name: torch.tensor(float(layer.layer)) for pool in targets.pools for layer in pool.layers}
+    scores = {
+        layer.name: torch.tensor(float(layer.layer), dtype=torch.float32, device="cpu")
+        for pool in targets.pools
+        for layer in pool.layers
+    }
     targets.cut_(skeleton, targets.choose(scores))
     return skeleton
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from optimum_prune.errors import CheckpointError
-from optimum_prune.modes import keeping_requires_grad
+from optimum_prune.modes import keeping_requires_grad, plain_defaults
 
 FOLDER = "adapter"
 """Folder beside the weights of a checkpoint, in which its adapter is."""
@@ -43,6 +43,7 @@ def merge_adapter_(model: PreTrainedModel, folder: str | Path) -> None:
         _put_on(model, folder).merge_and_unload()
 
 
+@plain_defaults()
 def _put_on(model: PreTrainedModel, folder: str | Path) -> Any:
     """Let PEFT wrap a model.
 

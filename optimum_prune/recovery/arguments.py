@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from optimum_prune import processes
 from optimum_prune.checks import refuse
 from optimum_prune.errors import InvalidConfig, unknown
+from optimum_prune.modes import plain_defaults
 from optimum_prune.recovery.config import RecoveryConfig
 
 GOVERNED = {
@@ -64,6 +65,7 @@ class OneDevice(TrainingArguments):
         return min(1, super().n_gpu)
 
 
+@plain_defaults()
 def check_trainer_options(options: dict[str, Any] | None) -> None:
     """Refuse fields that TrainingArguments does not have or does not take, and those that a RecoveryConfig governs.
 

@@ -79,7 +79,7 @@ def load_training_data(
 def _split(found: Sequence[Origin], config: RecoveryConfig, wanted: int) -> tuple[list[Origin], list[Features]]:
     """Hold out a seeded draw of samples; of the others, train on `wanted` that equal none of these."""
     generator = torch.Generator().manual_seed(config.seed)
-    shuffled = [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+    shuffled = [found[i] for i in torch.randperm(len(found), generator=generator, device="cpu").tolist()]
     first = max(1, math.floor(config.held_out * len(found)))
     held_out = [sample for _, sample in shuffled[:first]]
     known = set(map(sample_digest, held_out))

@@ -15,7 +15,7 @@ from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.measurements import describe_machine
-from optimum_prune.modes import as_it_was
+from optimum_prune.modes import as_it_was, plain_defaults
 from optimum_prune.recovery.adapter import is_adapter
 from optimum_prune.recovery.arguments import check_trainer_options
 from optimum_prune.recovery.checkpoints import checkpoints, digest, writing
@@ -33,6 +33,7 @@ Dense = Callable[[], PreTrainedModel]
 """Loads the dense model."""
 
 
+@plain_defaults()  # transformers' Trainer and PEFT follow torch's defaults
 def recover(
     model: PreTrainedModel,
     config: RecoveryConfig,

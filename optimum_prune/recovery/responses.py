@@ -101,7 +101,7 @@ def _checked(request: Request, pair: tuple[Any, Any]) -> Labelled:
                 f"A row of labels has {label!r} beside token {token}. Labels of a decoder repeat the token, or are "
                 f"{IGNORED} where nothing is asked; transformers moves them itself. Leave out labels of another kind."
             )
-    wanted = torch.tensor([label != IGNORED for label in labels])
+    wanted = torch.tensor([label != IGNORED for label in labels], device="cpu")
     return ids, ask(ids, wanted)
 
 
@@ -112,7 +112,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, request: Request, chat: Chat) -
         request.seen["untemplated"] += found is None
     ids, wanted = _plain(tokenizer, chat) if found is None else found
     tokens = words(ids, request, TOKENISED)
-    return tokens, ask(tokens, torch.tensor(wanted, dtype=torch.bool))
+    return tokens, ask(tokens, torch.tensor(wanted, dtype=torch.bool, device="cpu"))
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[list[int], list[bool]] | None:

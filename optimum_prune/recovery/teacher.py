@@ -21,7 +21,7 @@ Teacher = Callable[[Mapping[str, Tensor]], Prediction]
 
 def indexed(samples: Sequence[dict[str, Tensor]], first: int = 0) -> list[dict[str, Tensor]]:
     """Number samples, so that a teacher knows them again."""
-    return [sample | {SAMPLE: torch.tensor(first + index)} for index, sample in enumerate(samples)]
+    return [sample | {SAMPLE: torch.tensor(first + index, device="cpu")} for index, sample in enumerate(samples)]
 
 
 def collating(collate: Callable[[list[Any]], dict[str, Tensor]], *, shifted: bool) -> Callable[[list[Any]], Any]:

@@ -170,7 +170,7 @@ def unit_scores(writers: Sequence[Tensor], readers: Sequence[Tensor], num_units:
             *(score.sum(dim=1).view(num_units, -1).sum(dim=1) for score in writers),
             *(score.sum(dim=0).view(num_units, -1).sum(dim=1) for score in readers),
         ),
-        start=torch.zeros(num_units, device=(*writers, *readers)[0].device),
+        start=torch.zeros(num_units, dtype=torch.float32, device=(*writers, *readers)[0].device),
     )
 
 

@@ -15,7 +15,7 @@ def score_units(units: Units) -> Tensor:
     M is `E[x x^T]` of the reader's input, `W_u` the columns of a unit. Of one column it is
     `||W_:,u||^2 / [(M + ridge)^-1]_uu`, the optimal brain surgeon's saliency for a whole column (METHODS.md 6).
     """
-    scores = torch.zeros(units.number, device=units.readers[0].weight.device)
+    scores = torch.zeros(units.number, dtype=torch.float32, device=units.readers[0].weight.device)
     for reader in units.readers:
         moment = reader.statistics.moment
         assert moment is not None, "the driver measures the input of every scorer that asks for it"
@@ -23,7 +23,7 @@ def score_units(units: Units) -> Tensor:
         moment = moment * read * read[:, None]
         ridge = RIDGE * moment.diagonal().sum() / read.sum().clamp(min=1)
         ridge = torch.where(ridge > 0, ridge, 1)  # an input that is always zero
-        regularised = moment + ridge * torch.eye(len(moment), device=moment.device)
+        regularised = moment + ridge * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(regularised))
         size = len(inverse) // units.number
         # (number, size, size): the blocks on the diagonal

@@ -8,12 +8,12 @@ from optimum_prune.scorers.base import Scorer, Statistics
 
 def score(weight: Tensor, statistics: Statistics) -> Tensor:
     """Draw uniform scores, `(d_out, d_in) float32`, from the seeded generator."""
-    return torch.rand(weight.shape, generator=statistics.generator, device="cpu").to(weight.device)
+    return torch.rand(weight.shape, generator=statistics.generator, dtype=torch.float32, device="cpu").to(weight.device)
 
 
 def draw(generator: torch.Generator) -> Tensor:
     """Draw the score of a whole layer, `() float32`."""
-    return torch.rand((), generator=generator, device="cpu")
+    return torch.rand((), generator=generator, dtype=torch.float32, device="cpu")
 
 
 SCORER = Scorer(

@@ -14,6 +14,7 @@ from optimum_prune.pruner import Pruner
 from optimum_prune.recovery import recover as module
 from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.recovery.training import RecoveryTrainer, Trained
+from tests.defaults import other_defaults
 from tests.models import llama, tokens
 from tests.pruned import holes
 from tests.recovery.runs import IDS, config, everything
@@ -298,3 +299,31 @@ def test_a_second_recovery_takes_the_place_of_an_adapter(dense, caplog):
 def test_a_dict_is_no_config(dense):
     with pytest.raises(InvalidConfig, match="config must be a RecoveryConfig, got a dict"):
         Pruner.from_pretrained(dense).recover({"max_steps": 1})  # pyright: ignore[reportArgumentType]
+
+
+# Defaults of torch
+
+
+def whole_way(pruner, folder):
+    """Prune, evaluate, recover and save in every layout; return what must not depend on torch's defaults."""
+    pruner.prune(CUT)
+    pruned = pruner.evaluate(IDS, seq_len=16, num_samples=8)
+    report = pruner.recover(config(max_steps=2, evaluations=1))
+    recovered = pruner.evaluate(IDS, seq_len=16, num_samples=8, latency=False)
+    layouts = [pruner.save_pretrained(folder / layout, layout) for layout in ("compact", "padded")]
+    pruner.save_pretrained(folder / "packed", storage="packed")
+    losses = (report.before, report.after, report.merged)
+    return bits(pruner.model), pruned.perplexity, losses, recovered.perplexity, layouts
+
+
+def test_no_result_depends_on_the_defaults_of_torch(tmp_path):
+    first, second = (Pruner(holes(llama())) for _ in range(2))
+    plain = whole_way(first, tmp_path / "plain")
+    with other_defaults(torch.float64):
+        other = whole_way(second, tmp_path / "other")
+    assert other == plain
+    with other_defaults(torch.float64, device=None):  # transformers itself loads nothing to the meta device
+        loaded = [Pruner.from_pretrained(tmp_path / "other" / name) for name in ("compact", "padded", "packed")]
+        loaded[1].unpad()
+    for pruner in loaded:
+        assert bits(pruner.model) == plain[0]
