@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from optimum_prune.calibration.chats import conversations
 from optimum_prune.calibration.choosing import choose, in_order, is_table, runs
 from optimum_prune.calibration.columns import Source
 from optimum_prune.calibration.files import folder_and_name
@@ -50,7 +51,8 @@ def load_samples(
 
     Texts are joined and cut into windows of `seq_len` tokens, each of which begins with BOS where the tokenizer begins
     texts with it; the short window that is left over is used only where the full ones are fewer than `num_samples`.
-    Token lists are samples as they are, cut to `seq_len`.
+    Token lists are samples as they are, cut to `seq_len`. A chat, or a question with its answer, is one sample, through
+    the tokenizer's chat template.
 
     An encoder-decoder is calibrated on pairs of an input and a target, where the data has them, and else on windows of
     text by span corruption, the task that T5 was trained on. An image-text model is calibrated on images with text,
@@ -104,6 +106,8 @@ def read_samples(
             loaded |= _questions_and_answers(source, tokenizer, request)
         elif source.kind == "images":
             loaded |= _images_with_text(source, model, processor, request)
+        elif source.kind in ("chats", "text pairs"):
+            loaded["samples"] = conversations(source, tokenizer, request)
         else:
             loaded["samples"] = _plain(source, tokenizer, request)
     return reported(request, **loaded)

@@ -88,5 +88,5 @@ def check_companions(
         start_token(model)
         if source.kind in ("texts", "token ids"):
             special_tokens(tokenizer, request.vocab_size)
-    if source.kind in ("texts", "text pairs"):
+    if source.kind in ("texts", "text pairs", "chats"):
         needed(tokenizer)

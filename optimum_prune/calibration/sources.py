@@ -28,19 +28,17 @@ from optimum_prune.errors import CalibrationError, unknown
 
 DATASET_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:\S+)?")
 
-Columns = Callable[[Any, CalibrationConfig, str, ModelKind], Source]
-"""`(dataset, config, the dataset in words, kind of model) -> Source`; see `from_columns`."""
 Chosen = Callable[[Any, str], Source]
-"""The same for one config and one kind of model."""
+"""`(dataset, the dataset in words) -> Source`; see `from_columns`."""
 
 
-def open_source(config: CalibrationConfig, model: ModelKind = "decoder", columns: Columns = from_columns) -> Source:
+def open_source(config: CalibrationConfig, model: ModelKind = "decoder", training: bool = False) -> Source:
     """Find what `config.source` means and open it.
 
     Args:
         config: names the source and, where it must, the columns.
         model: what columns of the usual names are taken for, where the config names none.
-        columns: chooses the columns of a dataset.
+        training: whether labels beside token ids are read; see `from_columns`.
 
     Raises:
         CalibrationError: it does not exist, cannot be read, or has no usable column. Damage further into
@@ -56,7 +54,7 @@ def open_source(config: CalibrationConfig, model: ModelKind = "decoder", columns
         return Source("texts" if isinstance(source[0], str) else "token ids", source)
 
     def chosen(dataset: Any, what: str) -> Source:
-        return columns(dataset, config, what, model)
+        return from_columns(dataset, config, what, model, training)
 
     if not isinstance(source, str):
         return chosen(source, "the dataset")

@@ -19,7 +19,6 @@ from optimum_prune.modes import as_it_was, plain_defaults
 from optimum_prune.recovery.adapter import is_adapter
 from optimum_prune.recovery.arguments import check_trainer_options
 from optimum_prune.recovery.checkpoints import checkpoints, digest, writing
-from optimum_prune.recovery.columns import training_columns
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.data import load_training_data
 from optimum_prune.recovery.lora import attached, merge_, target_modules
@@ -155,7 +154,7 @@ def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibratio
             if config.dataset == SELF:  # with other sources, the options are those of these
                 check_options(asked_of(config, source, 1))
         else:
-            open_source(asked_of(config, source, 1), model_kind(model), training_columns)
+            open_source(asked_of(config, source, 1), model_kind(model), training=True)
 
 
 def _check_teacher(dense: PreTrainedModel, model: PreTrainedModel) -> None:

@@ -17,7 +17,6 @@ from optimum_prune.calibration.sources import open_source
 from optimum_prune.config import IN_MEMORY, CalibrationConfig
 from optimum_prune.errors import CalibrationError
 from optimum_prune.objectives import IGNORED
-from optimum_prune.recovery.columns import training_columns
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.responses import KINDS, ask, responses
 from optimum_prune.recovery.samples import Features
@@ -121,7 +120,7 @@ def _read(
     # Calibration has no use for the answers that a decoder gives, and refuses to be asked for them.
     known = asked if kind == "encoder-decoder" else replace(asked, target_column=None)
     request = replace(resolve(known, model, SEQ_LEN, "random"), config=asked)
-    source = open_source(asked, kind, training_columns)
+    source = open_source(asked, kind, training=True)
     if kind == "encoder-decoder" or source.kind not in KINDS:
         return read_samples(source, request, model, tokenizer, processor), None
     found = responses(source, tokenizer, request)

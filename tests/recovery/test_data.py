@@ -230,7 +230,8 @@ def test_a_folder_gives_the_split_that_is_asked_for(load, tmp_path):
 
 
 def test_options_without_effect_are_refused_where_they_have_none_on_any_source(load, model, text_file, tmp_path):
-    for options in ({"split": "test"}, {"text_column": "body"}):
+    wrong: list[dict[str, Any]] = [{"split": "test"}, {"text_column": "body"}]
+    for options in wrong:
         with pytest.raises(CalibrationError, match=r"'(test|body)'"):
             load(text_file, **options)
         with pytest.raises(CalibrationError, match=r"source 'self'"):
@@ -466,9 +467,17 @@ def test_pairs_go_through_the_template(load, tokenizer):
     assert ("<|user|>the fox</s><|assistant|>the dog</s>", "the dog</s>") in spoken(data, tokenizer)
 
 
-@pytest.mark.parametrize("chat", [["fox", "dog"], [1, 2], [["fox"], ["dog"]], [{"from": "human", "value": "fox"}]])
-def test_messages_that_are_no_chats(load, chat):
-    with pytest.raises(CalibrationError, match="holds no usable tokens"):
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        (["fox", "dog"], r"its columns: 'messages' \(List\)\. Column 'messages' holds lists of texts"),
+        ([1, 2], r"its columns: 'messages' \(List\)"),
+        ([["fox"], ["dog"]], r"its columns: 'messages' \(List\)"),
+        ([{"from": "human", "value": "fox"}], "holds no usable tokens"),
+    ],
+)
+def test_messages_that_are_no_chats(load, chat, message):
+    with pytest.raises(CalibrationError, match=message):
         load(Dataset.from_dict({"messages": [chat, chat]}))
 
 
