@@ -93,7 +93,7 @@ def test_a_file_is_converted(rows, kind, tokenizer, tmp_path, monkeypatch):
             source.mkdir()
             dataset.to_parquet(source / "test-00000-of-00001.parquet")
         else:
-            (dataset if kind == "saved" else DatasetDict(test=dataset)).save_to_disk(str(source))
+            (dataset if kind == "saved" else DatasetDict({"test": dataset})).save_to_disk(str(source))
     with pytest.raises(CalibrationError) as caught:
         load_samples(CalibrationConfig(str(source), split=split), MODEL, tokenizer)
     exec(line_of(caught.value), {"datasets": datasets})
