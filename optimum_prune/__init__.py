@@ -33,6 +33,7 @@ __all__ = [
     "accelerate_2_4_",
     "apply_masks_",
     "equivalent_rescale_",
+    "evaluate_checkpoint",
     "masks_of",
     "prune",
     "recover",
@@ -41,6 +42,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from optimum_prune.callbacks import KeepMasks
+    from optimum_prune.checkpoint_evaluation import evaluate_checkpoint
     from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
     from optimum_prune.errors import (
         CalibrationError,
@@ -75,6 +77,7 @@ _HOMES = {
     "accelerate_2_4_": "semi_structured",
     "apply_masks_": "sparsity",
     "equivalent_rescale_": "rescaling",
+    "evaluate_checkpoint": "checkpoint_evaluation",
     "masks_of": "sparsity",
     "prune": "pipeline",
     "recover": "recovery.recover",

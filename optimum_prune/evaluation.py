@@ -7,9 +7,9 @@ Kept for a whole evaluation set, the same states stand for the dense model after
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,33 +30,60 @@ CHUNK = 128
 """Tokens whose logits are held at a time: 77 MB in float32 for a vocabulary of 150,000."""
 PROBE = 8
 """Tokens on which the output embedding is checked."""
+ToLogits = Callable[[Tensor], Tensor]
+"""States `(tokens, hidden)` -> logits `(tokens, vocab)`."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits of the inputs of an output embedding: `embedding(states)`, soft-capped where the config asks for that.
+
+    Attributes:
+        embedding: linear, `(tokens, hidden)` -> `(tokens, vocab)`.
+        cap: Gemma's `final_logit_softcapping`.
+    """
+
+    embedding: nn.Module
+    cap: float | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return logits."""
+        logits = self.embedding(states)
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 @dataclass(frozen=True)
 class DenseReference:
-    """A dense model on an evaluation set.
+    """A dense model on an evaluation set, in `tokens * hidden` numbers instead of `tokens * vocab`.
+
+    Nothing is rounded: logits are made of the states as the dense model makes them, in its dtype.
 
     Attributes:
         states: inputs of its output embedding where it predicts, `(P_i, hidden)` per sequence, on the CPU.
         probe: logits of the first tokens, `(PROBE, vocab) float32`; a changed output embedding changes them.
         data: fingerprint of the evaluation data.
+        head: its output embedding, on the CPU; None where only that of the pruned model is to be used.
     """
 
     states: list[Tensor]
     probe: Tensor
     data: str
+    head: Head | None = None
 
 
-def dense_reference(model: PreTrainedModel, data: CalibrationData, *, batch_size: int = 1) -> DenseReference | None:
+def dense_reference(
+    model: PreTrainedModel, data: CalibrationData, *, batch_size: int = 1, keep_head: bool = False
+) -> DenseReference | None:
     """Capture a dense model before it is pruned in place, for `evaluate_model` to compare with.
 
     Args:
         model: left as it was.
         data: evaluation data.
         batch_size: sequences a forward.
+        keep_head: keep the output embedding too, for a model that may have another one, or another dtype.
 
     Returns:
-        None, with a warning, where logits are more than the output embedding's output (soft-capped, scaled).
+        None, with a warning, where logits are more than the output embedding's output (scaled).
     """
     with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)
@@ -68,7 +95,8 @@ def dense_reference(model: PreTrainedModel, data: CalibrationData, *, batch_size
             )
             return None
         states = [states.cpu() for _, states in _sequences(model, head, data, batch_size, "Dense")]
-        return DenseReference(states, _probe(model, head, states), data.fingerprint)
+        kept = _kept(head) if keep_head else None
+        return DenseReference(states, _probe(model, head, states), data.fingerprint, kept)
 
 
 def evaluate_model(
@@ -96,11 +124,12 @@ def evaluate_model(
     measured: list[_Sums] = []
     with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)
-        dense = reference and _dense_states(model, head, reference)
+        dense_head = reference and _dense_head(model, head, reference)
+        dense = reference.states if reference and dense_head else repeat(None)
         sequences = _sequences(model, head, data, batch_size, "Evaluation")
-        for (labels, states), dense_states in zip(sequences, dense or repeat(None), strict=False):
-            measured.append(_sums(head or nn.Identity(), labels, states, dense_states))
-    perplexity, divergence = _means(measured, with_kl=bool(dense))
+        for (labels, states), dense_states in zip(sequences, dense, strict=False):
+            measured.append(_sums(head or nn.Identity(), labels, states, dense_head or nn.Identity(), dense_states))
+    perplexity, divergence = _means(measured, with_kl=dense_head is not None)
     tokens, right = sum(sums.tokens for sums in measured), [sums.right for sums in measured]
     return Evaluation(
         perplexity=perplexity,
@@ -169,20 +198,32 @@ def _head_input(head: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _plain_head(model: PreTrainedModel, data: CalibrationData) -> nn.Module | None:
-    """Return the output embedding if its output is, to the bit, the logits of the model."""
-    head = model.get_output_embeddings()
-    if head is None:
+def _plain_head(model: PreTrainedModel, data: CalibrationData) -> Head | None:
+    """Return the output embedding if its output, soft-capped or not, is to the bit the logits of the model."""
+    embedding = model.get_output_embeddings()
+    if embedding is None:
         return None
+    head = Head(embedding, getattr(model.config.get_text_config(), "final_logit_softcapping", None))
     batch = next(data.batches(1, pad_token_id=0))
-    with _head_input(head) as seen:
+    with _head_input(embedding) as seen:
         logits = model(**moved(batch, model), use_cache=False).logits  # (1, PROBE, vocab)
     plain = len(seen) == 1 and torch.equal(head(seen[0][:, :PROBE]).float(), logits.float())
     return head if plain else None
 
 
+def _kept(head: Head) -> Head | None:
+    """Return a head on the CPU that outlives its model; None where its weights are offloaded."""
+    state = head.embedding.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        return None
+    d_out, d_in = state["weight"].shape
+    linear = nn.Linear(d_in, d_out, bias="bias" in state, device="meta")
+    linear.load_state_dict(state, assign=True)
+    return replace(head, embedding=linear.cpu())
+
+
 def _sequences(
-    model: PreTrainedModel, head: nn.Module | None, data: CalibrationData, batch_size: int, what: str
+    model: PreTrainedModel, head: Head | None, data: CalibrationData, batch_size: int, what: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `labels (P,)` of each sequence and the `states (P, hidden)` to predict them; logits where head is None."""
     batches = data.batches(batch_size, pad_token_id=0)  # any id will do: it is masked in attention and here
@@ -193,7 +234,7 @@ def _sequences(
         if head is None:
             states = model(**inputs, use_cache=False).logits
         else:
-            with _head_input(head) as seen:
+            with _head_input(head.embedding) as seen:
                 model(**inputs, use_cache=False)
             (states,) = seen
         for row in states:
@@ -202,13 +243,14 @@ def _sequences(
             index += 1
 
 
-def _sums(head: nn.Module, labels: Tensor, states: Tensor, dense: Tensor | None) -> _Sums:
+def _sums(head: ToLogits, labels: Tensor, states: Tensor, dense_head: ToLogits, dense: Tensor | None) -> _Sums:
     """Sum over a sequence's predicted tokens, some of them at a time.
 
     Args:
         head: turns states into logits.
         labels: `(P,) int64`.
         states: `(P, hidden)`; Q is made of them.
+        dense_head: turns dense states into logits.
         dense: `(P, hidden)` of the dense model; P is made of them. Without it there is no KL.
     """
     nll = kl = 0.0
@@ -220,23 +262,29 @@ def _sums(head: nn.Module, labels: Tensor, states: Tensor, dense: Tensor | None)
         nll += F.nll_loss(log_q, wanted, reduction="none").double().sum().item()
         right += int((log_q.argmax(dim=-1) == wanted).sum())
         if dense is not None:
-            log_p = head(dense[part].to(states.device)).float().log_softmax(dim=-1)
+            log_p = dense_head(dense[part].to(states.device)).float().log_softmax(dim=-1)
             kl += F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double().sum().item()
     return _Sums(nll, kl, right, len(labels))
 
 
-def _probe(model: PreTrainedModel, head: nn.Module, states: list[Tensor]) -> Tensor:
+def _probe(model: PreTrainedModel, head: Head, states: list[Tensor]) -> Tensor:
     first = next((sequence for sequence in states if len(sequence)), states[0])
     return head(first[:PROBE].to(input_device(model), model.dtype)).float().cpu()
 
 
-def _dense_states(model: PreTrainedModel, head: nn.Module | None, reference: DenseReference) -> list[Tensor] | None:
-    """Return the dense states if the output embedding still makes the dense model's logits of them."""
+def _dense_head(model: PreTrainedModel, head: Head | None, reference: DenseReference) -> Head | None:
+    """Return what makes the dense model's logits of its states: the model's own head if it still does, or the kept one.
+
+    Where it is neither, or the vocabularies differ, it is None, with a warning.
+    """
+    then = reference.probe
     if head is not None:
-        now, then = _probe(model, head, reference.states), reference.probe
+        now = _probe(model, head, reference.states)
         # Another device rounds differently; 1e-4 of the largest logit is far below what moves a printed KL.
         if now.shape == then.shape and (now - then).abs().max() <= 1e-4 * then.abs().max():
-            return reference.states
+            return head
+    if (kept := reference.head) is not None and model.config.get_text_config().vocab_size == then.shape[-1]:
+        return replace(kept, embedding=kept.embedding.to(input_device(model)))
     warnings.warn(
         "The KL to the dense model is not measured: the output embedding has changed since the dense model "
         "was captured.",

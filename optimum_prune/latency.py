@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from inspect import signature
 from time import perf_counter
 from typing import Any
@@ -55,6 +56,7 @@ def measure_latency(
             raise InvalidConfig(f"{name} must be >= {least}, got {value}.")
     prefill_tokens, decode_tokens = _fit(models, prefill_tokens, decode_tokens)
     prompt = _prompt(models, batch_size, prefill_tokens)
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     prefill: dict[str, list[float]] = {name: [] for name in models}
     decode: dict[str, list[float]] = {name: [] for name in models}
     with evaluating(*models.values()), torch.no_grad(), _quiet():
@@ -65,7 +67,7 @@ def measure_latency(
                 if repeat > 0:
                     prefill[name].append(first)
                     decode[name].append((whole - first) / (decode_tokens - 1))
-    settings = prefill_tokens, decode_tokens, batch_size, repeats
+    settings = prefill_tokens, decode_tokens, batch_size, repeats, started
     return {name: Latency(Spread.of(prefill[name]), Spread.of(decode[name]), *settings) for name in models}
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -39,6 +40,7 @@ class Latency:
         decode_tokens: new tokens.
         batch_size: sequences at a time.
         repeats: measurements of each kind, the warm-up not counted.
+        timed_at: start of the measurement, ISO 8601 with time zone; the same for models that were timed in turn.
     """
 
     prefill_ms: Spread
@@ -47,6 +49,7 @@ class Latency:
     decode_tokens: int
     batch_size: int
     repeats: int
+    timed_at: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Evaluation:
         decode_ms_per_token: median.
         prefill_tokens: length of the prompt that was timed.
         decode_tokens: new tokens that were timed.
+        timed_at: start of the timing, ISO 8601 with time zone; the same for models that were timed in turn.
     """
 
     perplexity: float
@@ -89,6 +93,7 @@ class Evaluation:
     decode_ms_per_token: float | None = None
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
+    timed_at: str | None = None
 
     @property
     def loss(self) -> float:
@@ -112,6 +117,7 @@ class Evaluation:
             decode_ms_per_token=latency.decode_ms_per_token.median,
             prefill_tokens=latency.prefill_tokens,
             decode_tokens=latency.decode_tokens,
+            timed_at=latency.timed_at,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,8 +126,9 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Evaluation":
-        """Read what `to_dict` returned."""
-        return cls(**{option.name: data[option.name] for option in fields(cls)})
+        """Read what `to_dict` returned, by this version or an earlier one, which knew fewer fields."""
+        known = {option.name for option in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
 
     def __str__(self) -> str:
         return comparison({"dense": self})
@@ -155,7 +162,22 @@ def comparison(evaluations: Mapping[str, Evaluation]) -> str:
     rows = comparison_rows(evaluations)
     if len(evaluations) == 1:
         rows = rows[1:]  # a single column needs no heading
-    return "\n".join([*align(rows), f"measured on {describe_data(final.data)}; {final.machine}"])
+    lines = [*align(rows), f"measured on {describe_data(final.data)}; {final.machine}"]
+    return "\n".join([*lines, *filter(None, [timing_note(evaluations)])])
+
+
+def timing_note(evaluations: Mapping[str, Evaluation]) -> str:
+    """Describe how far apart dense and final model were timed; `""` where they were timed in turn, or not both.
+
+    A machine may be busier, or warmer, at one of two moments: the ratio of two latencies is as good as they are near.
+    """
+    dense, final = evaluations.get("dense"), latest(evaluations)
+    times = [evaluation.timed_at for evaluation in (dense, final) if evaluation is not None and evaluation.prefill_ms]
+    if len(times) < 2 or times[0] == times[1] or None in times:
+        return ""
+    first, second = (datetime.fromisoformat(str(time)) for time in times)
+    apart = _duration(abs((second - first).total_seconds()))
+    return f"The latencies of the two models were measured {apart} apart, not in turn."
 
 
 def latest(evaluations: Mapping[str, Evaluation]) -> Evaluation:
@@ -208,6 +230,11 @@ def megabytes(count: float) -> str:
 
 def _short(number: float) -> str:
     return f"{number:,.2f}" if number < 1000 else f"{number:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    unit, size = next((unit for unit in (("hours", 3600), ("minutes", 60)) if seconds >= 2 * unit[1]), ("seconds", 1))
+    return f"{seconds / size:.0f} {unit}"
 
 
 def _run(evaluation: Evaluation) -> tuple[object, ...]:

@@ -32,7 +32,7 @@ from optimum_prune.recovery.report import RecoveryReport
 from optimum_prune.recovery.teacher import beside
 from optimum_prune.report import PruningReport
 from optimum_prune.sparsity import masks_of
-from optimum_prune.stages import Stages
+from optimum_prune.stages import DenseSide, Stages
 from optimum_prune.wrapping import check_language_model, check_unwrapped
 
 
@@ -244,13 +244,15 @@ class Pruner:
     def evaluate(self, dataset: Any, *, latency: bool = True, **options: Any) -> Evaluation:
         """Measure perplexity, accuracy, KL to the dense model, size and latency of `model` as it is now.
 
-        Before pruning this measures the dense model. After pruning the dense model is measured first, if it was not
-        measured on the same data and can be loaded again (it can after `from_pretrained`); both are then timed in turn.
-        Without a dense model there is no KL, and a warning says so.
+        Before pruning this measures the dense model, and keeps of it what the KL takes: one model is in memory then
+        and later. After pruning the dense model is measured too, if it was not measured on the same data and can be
+        loaded again (it can after `from_pretrained`); both models are in memory then, and are timed in turn. Without a
+        dense model there is no KL, and a warning says so.
 
         Args:
             dataset: any source of `CalibrationConfig`; its first samples are used.
-            latency: whether to time prefill and decoding.
+            latency: whether to time prefill and decoding. Models that were not timed in turn have the time between
+                their measurements stated in the table and on the card.
             options: other fields of `CalibrationConfig`, e.g. `num_samples`, `seq_len`, `batch_size`, `split`.
 
         Returns:
@@ -263,6 +265,10 @@ class Pruner:
         self._stages.notice_changes()
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
         return self._stages.measure(data, batch_size=config.batch_size, latency=latency)
+
+    def compare_with(self, dense: DenseSide) -> None:
+        """Compare later evaluations with a dense model that was measured before; see `evaluate_checkpoint`."""
+        self._stages.compare_with(dense)
 
     def comparison(self) -> str:
         """Lay out what `evaluate` measured, as a table: dense beside pruned, with ratios."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedModel
@@ -10,13 +11,45 @@ from transformers import PreTrainedModel
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.latency import measure_latency
-from optimum_prune.measurements import Evaluation
+from optimum_prune.measurements import Evaluation, Latency
 from optimum_prune.recovery.adapter import adapted, merge_adapter_
 from optimum_prune.recovery.teacher import beside
 
 logger = logging.getLogger(__name__)
 
 Folder = TemporaryDirectory[str]
+
+
+@dataclass(frozen=True)
+class DenseSide:
+    """Measurements of a dense model, and what the KL to it takes, when the model itself is gone.
+
+    Attributes:
+        evaluation: of the dense model.
+        reference: its predictions; None where they cannot be kept, and there is no KL.
+    """
+
+    evaluation: Evaluation
+    reference: DenseReference | None
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        data: CalibrationData,
+        *,
+        batch_size: int,
+        timed: Latency | None,
+        keep_head: bool = False,
+    ) -> "DenseSide":
+        """Measure a dense model; `keep_head` as of `dense_reference`."""
+        reference = dense_reference(model, data, batch_size=batch_size, keep_head=keep_head)
+        evaluation = evaluate_model(model, data, batch_size=batch_size)
+        return cls(evaluation.timed(timed) if timed else evaluation, reference)
+
+    def is_of(self, data: CalibrationData) -> bool:
+        """Tell whether it was measured on this data."""
+        return self.evaluation.data["fingerprint"] == data.fingerprint
 
 
 class Stages:
@@ -36,7 +69,7 @@ class Stages:
         self.load_dense: Callable[[], PreTrainedModel] | None = None
         self.adapter: Folder | None = None
         self.control: Folder | None = None
-        self._reference: DenseReference | None = None
+        self._dense: DenseSide | None = None
         self._pruned_by_others = False  # without a record, and known by the recovery of what was lost
         self._recovered = bool((getattr(model.config, "pruning_config", None) or {}).get("recovery"))
         self.accept()
@@ -66,7 +99,7 @@ class Stages:
             forgotten = self.evaluations.pop(self.now, None)
         else:
             forgotten = self.evaluations.pop("dense", None) or self.load_dense
-            self._reference = self.load_dense = None
+            self._dense = self.load_dense = None
         if forgotten is not None:
             logger.warning("The weights were changed by others: what was measured before does not count any more.")
 
@@ -93,11 +126,11 @@ class Stages:
             kept: whether it changed anything.
         """
         if self.now == "dense":
-            self._pruned_by_others, self._reference = True, None  # what was taken for dense was not
+            self._pruned_by_others, self._dense = True, None  # what was taken for dense was not
             if "dense" in self.evaluations:
                 self.evaluations["pruned"] = self.evaluations.pop("dense")
         if load_dense is not self.load_dense:
-            self.load_dense, self._reference = load_dense, None
+            self.load_dense, self._dense = load_dense, None
         if kept:
             if self.adapter is not None:
                 logger.warning("The adapter of the recovery before is dropped: it belongs to the weights as they were.")
@@ -106,8 +139,17 @@ class Stages:
         self._forget("recovered", "control")
         self.accept()
 
+    def compare_with(self, dense: DenseSide) -> None:
+        """Take the measurements of a dense model that is no longer in memory; the model counts as pruned from it."""
+        self._pruned_by_others = not self.is_pruned
+        self._dense, self.load_dense = dense, None
+        self.evaluations = {"dense": dense.evaluation}
+
     def measure(self, data: CalibrationData, *, batch_size: int, latency: bool) -> Evaluation:
         """Measure the model, the dense one where it was not measured on this data, and the control.
+
+        A dense model that was measured before is not loaded: one model is in memory. One that is loaded for it lies
+        beside the model.
 
         Args:
             data: what to measure on.
@@ -119,24 +161,27 @@ class Stages:
         """
         name = self.now
         models = {name: self.model}
-        if name != "dense" and (self._reference is None or self._reference.data != data.fingerprint):
-            self._reference = None
+        if name != "dense" and (self._dense is None or not self._dense.is_of(data)):
+            self._dense = None
             if self.load_dense is not None:
                 models = {"dense": beside(self.load_dense(), self.model), name: self.model}
             else:
                 logger.warning(
                     "The dense model was not measured on this data and cannot be loaded again, so there is no KL. Call "
-                    "evaluate() on the same data before prune()."
+                    "evaluate() on the same data before prune(). A saved model is compared by `optimum-cli prune "
+                    "evaluate`%s.",
+                    f" with --dense {base}" if (base := self._base_model) else ", which takes --dense MODEL",
                 )
         measured = {}
         with adapted(self.model, self.adapter.name) if self.adapter else nullcontext():
             timed = measure_latency(models) if latency else {}
             for stage, model in models.items():
                 if stage == "dense":
-                    self._reference = dense_reference(model, data, batch_size=batch_size)
-                reference = None if stage == "dense" else self._reference
-                evaluation = evaluate_model(model, data, batch_size=batch_size, reference=reference)
-                measured[stage] = evaluation.timed(timed[stage]) if latency else evaluation
+                    self._dense = DenseSide.of(model, data, batch_size=batch_size, timed=timed.get(stage))
+                    measured[stage] = self._dense.evaluation
+                else:
+                    evaluation = evaluate_model(model, data, batch_size=batch_size, reference=self._reference)
+                    measured[stage] = evaluation.timed(timed[stage]) if latency else evaluation
         if self.control is not None and self.load_dense is not None:
             control = models.get("dense") or beside(self.load_dense(), self.model)
             merge_adapter_(control, self.control.name)
@@ -144,6 +189,15 @@ class Stages:
         self._forget(*(stage for stage, found in self.evaluations.items() if not found.is_alike(measured[name])))
         self.evaluations |= measured
         return measured[name]
+
+    @property
+    def _reference(self) -> DenseReference | None:
+        return self._dense and self._dense.reference
+
+    @property
+    def _base_model(self) -> str | None:
+        """Hub id of the dense model, as the record names it."""
+        return (getattr(self.model.config, "pruning_config", None) or {}).get("base_model")
 
     def _forget(self, *stages: str) -> None:
         for stage in stages:

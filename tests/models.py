@@ -86,6 +86,17 @@ def gemma2(seed: int = 0, **changes) -> Gemma2ForCausalLM:
     return _build(Gemma2ForCausalLM, Gemma2Config(**_BASE | {"head_dim": 8, "sliding_window": 8} | changes), seed)
 
 
+def with_scaled_logits(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model return its logits times 0.5, which is not what its output embedding returns."""
+
+    def scale(module, args, output):
+        output.logits = output.logits * 0.5
+        return output
+
+    model.register_forward_hook(scale)
+    return model
+
+
 def gemma3(seed: int = 0, **changes) -> Gemma3ForCausalLM:
     """Return a random Gemma 3 of the same shape, without its tower."""
     config = Gemma3TextConfig(**_BASE | {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2} | changes)

@@ -30,7 +30,7 @@ from optimum_prune.measurements import Evaluation
 from optimum_prune.pipeline import prune
 from optimum_prune.plots import style
 from optimum_prune.pruner import Pruner
-from tests.models import VARIANTS, gemma2, llama, source, t5, tokens
+from tests.models import VARIANTS, llama, source, t5, tokens, with_scaled_logits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LENGTHS = (24, 24, 17, 24, 9, 24)
@@ -189,7 +189,7 @@ def test_longest_recommended_sequences():
 
 
 def test_logits_that_no_head_makes():
-    model = gemma2()
+    model = with_scaled_logits(llama())
     with pytest.warns(UserWarning, match="KL"):
         (row,) = compare(model, [cut("random")], HELD_OUT).rows
     assert row.kl is None and row.perplexity > 1
@@ -439,9 +439,9 @@ def test_choice_without_kl_is_refused(monkeypatch):
     monkeypatch.setattr(running, "evaluate_model", None)
     with (
         pytest.warns(UserWarning, match="KL"),
-        pytest.raises(UnsupportedModel, match="Setting 'b': selection='kl' cannot measure the KL of Gemma2"),
+        pytest.raises(UnsupportedModel, match="Setting 'b': selection='kl' cannot measure the KL of Llama"),
     ):
-        compare(gemma2(), {"a": cut("random"), "b": cut("ntk", calibration=CHOICE)}, HELD_OUT)
+        compare(with_scaled_logits(llama()), {"a": cut("random"), "b": cut("ntk", calibration=CHOICE)}, HELD_OUT)
 
 
 def test_refused_directories(model, nothing_runs, monkeypatch, tmp_path):

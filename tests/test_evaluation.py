@@ -23,7 +23,7 @@ from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.errors import CalibrationError
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model, weight_bytes
 from optimum_prune.metrics import KLDivergence, Perplexity
-from tests.models import IMAGE_TOKEN, SHAPES, VARIANTS, inputs, llama, mistral, tokens
+from tests.models import IMAGE_TOKEN, SHAPES, VARIANTS, inputs, llama, mistral, tokens, with_scaled_logits
 
 
 def samples(*lengths: int, vocabulary: int = 96) -> CalibrationData:
@@ -189,15 +189,8 @@ class TestNumbers:
         assert sum(made) > 2 * data.tokens
 
 
-class TestRefusals:
-    def test_scaled_logits_have_no_reference_but_a_right_perplexity(self):
-        scaled = Bigram([[LN3 / 2, 0.0], [0.0, 0.0]], scale=2.0)
-        data = CalibrationData([torch.tensor([0, 0, 1])], 3, "by hand")
-        with pytest.warns(UserWarning, match="not available for Bigram"):
-            assert dense_reference(scaled, data) is None
-        assert evaluate_model(scaled, data).perplexity == pytest.approx((4 / 3 * 4) ** 0.5)
-
-    def test_soft_capped_logits(self):
+class TestSoftCap:
+    def test_numbers(self):
         from transformers import Gemma2Config, Gemma2ForCausalLM
 
         torch.manual_seed(0)
@@ -213,7 +206,27 @@ class TestRefusals:
             initializer_range=0.5,
         )
         model, data = Gemma2ForCausalLM(config).eval(), samples(9, 4)
-        with pytest.warns(UserWarning, match="not available for Gemma2ForCausalLM"):
+        pruned = pruned_copy(model)
+        uncapped = copy.deepcopy(pruned)
+        uncapped.config.final_logit_softcapping = None
+        perplexity, kl = looped(pruned, data, model)
+        measured = evaluate_model(pruned, data, reference=reference_of(model, data))
+        assert measured.perplexity == pytest.approx(perplexity, rel=1e-5)
+        assert measured.kl == pytest.approx(kl, rel=1e-4)
+        assert looped(uncapped, data)[0] != pytest.approx(perplexity, rel=1e-3)  # the cap matters here
+
+
+class TestRefusals:
+    def test_scaled_logits_have_no_reference_but_a_right_perplexity(self):
+        scaled = Bigram([[LN3 / 2, 0.0], [0.0, 0.0]], scale=2.0)
+        data = CalibrationData([torch.tensor([0, 0, 1])], 3, "by hand")
+        with pytest.warns(UserWarning, match="not available for Bigram"):
+            assert dense_reference(scaled, data) is None
+        assert evaluate_model(scaled, data).perplexity == pytest.approx((4 / 3 * 4) ** 0.5)
+
+    def test_scaled_logits_of_a_model(self):
+        model, data = with_scaled_logits(llama()), samples(9, 4)
+        with pytest.warns(UserWarning, match="not available for LlamaForCausalLM"):
             assert dense_reference(model, data) is None
         assert evaluate_model(model, data).perplexity == pytest.approx(looped(model, data)[0], rel=1e-5)
 

@@ -58,6 +58,7 @@ LAYERS = [
     | {"planning", "comparing", "plots", "recovery"},
     {"integrations"},
     {"pruner"},
+    {"checkpoint_evaluation"},
     {"commands"},
 ]
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimum_prune.measurements import Evaluation, Latency, Spread, comparison, comparison_rows
+from optimum_prune.measurements import Evaluation, Latency, Spread, comparison, comparison_rows, timing_note
 from tests.reports import DATA, DENSE, PRUNED
 
 
@@ -94,8 +94,44 @@ def test_round_trip():
     assert Evaluation.from_dict(PRUNED.to_dict() | {"novelty": 1}) == PRUNED
 
 
+def test_reports_of_earlier_versions_know_fewer_fields():
+    old = PRUNED.to_dict()
+    del old["timed_at"]
+    assert Evaluation.from_dict(old) == PRUNED
+    with pytest.raises(TypeError, match="perplexity"):
+        Evaluation.from_dict({name: value for name, value in old.items() if name != "perplexity"})
+
+
+@pytest.mark.parametrize(
+    ("later", "apart"),
+    [
+        ("10:00:50", "50 seconds"),
+        ("10:01:59", "119 seconds"),
+        ("10:12:10", "12 minutes"),
+        ("13:40:00", "4 hours"),
+        ("09:59:30", "30 seconds"),
+    ],
+)
+def test_models_that_were_timed_apart(later, apart):
+    dense = replace(DENSE, timed_at="2026-01-01T10:00:00+00:00")
+    pruned = replace(PRUNED, timed_at=f"2026-01-01T{later}+00:00")
+    note = f"The latencies of the two models were measured {apart} apart, not in turn."
+    assert timing_note({"dense": dense, "pruned": pruned}) == note
+    assert comparison({"dense": dense, "pruned": pruned}).endswith(f"\n{note}")
+    assert timing_note({"dense": dense, "pruned": PRUNED, "recovered": pruned}) == note
+
+
+def test_models_that_were_timed_in_turn_or_not_both():
+    dense, pruned = (replace(found, timed_at="2026-01-01T10:00:00+00:00") for found in (DENSE, PRUNED))
+    later = replace(pruned, timed_at="2026-01-01T11:00:00+00:00")
+    untimed = replace(later, prefill_ms=None)
+    for found in ((dense, pruned), (DENSE, later), (dense, PRUNED), (dense, untimed)):
+        assert timing_note(dict(zip(("dense", "pruned"), found, strict=True))) == ""
+    assert timing_note({"dense": dense}) == timing_note({"pruned": later}) == ""
+
+
 def test_timed():
-    latency = Latency(Spread(30, 20, 50), Spread(3, 2, 5), 64, 16, 1, 5)
+    latency = Latency(Spread(30, 20, 50), Spread(3, 2, 5), 64, 16, 1, 5, "2026-01-01T10:00:00+00:00")
     timed = replace(PRUNED, prefill_ms=None).timed(latency)
     assert (timed.prefill_ms, timed.decode_ms_per_token, timed.prefill_tokens, timed.decode_tokens) == (
         30,
@@ -104,6 +140,7 @@ def test_timed():
         16,
     )
     assert timed.perplexity == PRUNED.perplexity
+    assert timed.timed_at == "2026-01-01T10:00:00+00:00"
 
 
 def test_spread():

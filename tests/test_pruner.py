@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
+from optimum_prune import pruner as pruner_module
 from optimum_prune import stages
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.errors import (
@@ -234,6 +235,32 @@ def test_dense_model_is_loaded_again_where_it_was_not_measured(dense, pruner):
     assert pruned.kl > 0.01
 
 
+def no_second_model(monkeypatch):
+    monkeypatch.setattr(pruner_module, "load_model", lambda *_, **__: pytest.fail("a second model was loaded"))
+
+
+@pytest.mark.parametrize("latency", [False, True])
+def test_a_dense_model_measured_before_pruning_is_not_loaded_again(latency, dense, pruner, monkeypatch):
+    late = Pruner.from_pretrained(dense)
+    late.prune(UNIFORM)
+    expected = late.evaluate(SAMPLES, latency=False)
+    no_second_model(monkeypatch)
+    pruner.evaluate(SAMPLES, latency=latency)
+    pruner.prune(UNIFORM)
+    assert pruner.evaluate(SAMPLES, latency=latency).kl == pytest.approx(expected.kl, rel=1e-6)
+    times = [pruner.evaluations[stage].timed_at for stage in ("dense", "pruned")]
+    assert all(times) == latency
+
+
+def test_a_dense_model_without_a_reference_is_not_loaded_again(pruner, monkeypatch):
+    monkeypatch.setattr(stages, "dense_reference", lambda *_, **__: None)
+    dense = pruner.evaluate(SAMPLES, latency=False)
+    no_second_model(monkeypatch)
+    pruner.prune(UNIFORM)
+    assert pruner.evaluate(SAMPLES, latency=False).kl is None
+    assert pruner.evaluations["dense"] == dense
+
+
 def test_other_data_measures_the_dense_model_again(pruner):
     first = pruner.evaluate(SAMPLES, latency=False)
     pruner.prune(CUT)
@@ -277,6 +304,8 @@ def test_latency_of_both(pruner):
         assert evaluation.prefill_ms > 0
         assert evaluation.decode_ms_per_token > 0
     assert pruner.evaluations.keys() == {"dense", "pruned"}
+    assert pruner.evaluations["dense"].timed_at == pruner.evaluations["pruned"].timed_at  # in turn
+    assert "apart" not in pruner.comparison()
 
 
 def test_a_pruned_checkpoint_is_not_its_own_dense_model(pruner, tmp_path, caplog):

@@ -22,7 +22,7 @@ from optimum_prune import (
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.pipeline import FIND_TARGETS, load_scorer, prune
 from optimum_prune.selection import select, widened
-from tests.models import VARIANTS, gemma2, inputs, llama, llava, source, t5
+from tests.models import VARIANTS, inputs, llama, llava, source, t5, with_scaled_logits
 from tests.scorers.plain import forward
 from tests.shallow import SUBLAYERS
 
@@ -232,12 +232,12 @@ def test_the_same_seed_twice():
     assert other.calibration["selection"]["kl"] != measured["kl"]
 
 
-def test_logits_that_are_capped_are_refused_by_name():
-    model = gemma2()
+def test_logits_that_are_scaled_are_refused_by_name():
+    model = with_scaled_logits(llama())
     before = everything(model)
     with (
-        pytest.warns(UserWarning, match="not available for Gemma2ForCausalLM"),
-        pytest.raises(UnsupportedModel, match=r"selection='kl' cannot .* Gemma2ForCausalLM.* Use selection='none'"),
+        pytest.warns(UserWarning, match="not available for LlamaForCausalLM"),
+        pytest.raises(UnsupportedModel, match=r"selection='kl' cannot .* LlamaForCausalLM.* Use selection='none'"),
     ):
         prune(model, config_for(model))
     assert everything(model) == before

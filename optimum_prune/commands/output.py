@@ -1,6 +1,7 @@
 """Where the commands write to: what must not be replaced, or cannot."""
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,33 @@ def check_output(output: Path, model: str) -> None:
             pass  # the only answer that holds on every file system
     except OSError as error:
         raise InvalidConfig(f"{name} cannot be written: {error.strerror}.") from error
+
+
+def check_json(path: Path) -> None:
+    """Refuse a JSON file that cannot be written, before the work whose result it is to hold.
+
+    Raises:
+        InvalidConfig: naming the file and the reason.
+    """
+    try:
+        if path.is_dir():
+            raise InvalidConfig(f"--json {str(path)!r} is a folder; choose a file.")
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise InvalidConfig(f"--json {str(path)!r} cannot be written: {error.strerror}.") from error
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON file.
+
+    Raises:
+        InvalidConfig: it cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"--json {str(path)!r} cannot be written: {error.strerror}.") from error
 
 
 def save(pruner: Any, args: argparse.Namespace, **more: Any) -> None:

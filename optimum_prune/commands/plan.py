@@ -1,7 +1,6 @@
 """The command `optimum-cli prune plan`: what a run would keep and save; no weight is read."""
 
 import argparse
-import json
 from pathlib import Path
 
 # not from `optimum.commands`, a namespace without names: the import would break every command of optimum-cli
@@ -9,7 +8,7 @@ from optimum.commands.base import CommandInfo
 
 from optimum_prune.commands.command import Command
 from optimum_prune.commands.flags import add_configs, add_model, add_recipe, loading_options, read_config
-from optimum_prune.errors import InvalidConfig
+from optimum_prune.commands.output import write_json
 
 
 class PlanCommand(Command):
@@ -46,8 +45,5 @@ class PlanCommand(Command):
         )
         plan.check_layout(args.layout, args.class_switch)
         if args.json is not None:
-            try:
-                args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise InvalidConfig(f"--json {str(args.json)!r} cannot be written: {error.strerror}.") from error
+            write_json(args.json, plan.to_dict())
         print(plan)

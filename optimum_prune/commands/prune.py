@@ -10,10 +10,12 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum_prune.commands.command import Command, OneLineParser
 from optimum_prune.commands.compare import CompareCommand
 from optimum_prune.commands.convert import ConvertCommand
+from optimum_prune.commands.evaluate import EvaluateCommand
 from optimum_prune.commands.flags import (
     add_configs,
     add_evaluation,
     add_model,
+    add_no_latency,
     add_recipe,
     add_storage,
     check_evaluation_flags,
@@ -43,6 +45,7 @@ class RunCommand(Command):
         add("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
         add_storage(parser)
         add_evaluation(parser, required=False)
+        add_no_latency(parser)
         add_publishing(parser)
         add_configs(parser)
         add_recovery(parser)
@@ -87,17 +90,22 @@ class RunCommand(Command):
         if to is not None:
             to = prepare(to)
         pruner = Pruner.from_pretrained(args.model, **loading)
+
+        def evaluate() -> None:
+            if args.evaluate is not None:
+                pruner.evaluate(args.evaluate, latency=args.latency, **measured)
+
+        if not pruner.is_pruned:
+            evaluate()  # now: after pruning, the dense model would be a second one in memory
         report = pruner.prune(config)
 
         try:
             print(report)
-            if args.evaluate is not None:
-                pruner.evaluate(args.evaluate, **measured)
+            evaluate()
             if recovery is not None:
                 save(pruner, args)  # what is pruned is not lost in hours of training
                 print(pruner.recover(recovery, control=args.recover_control, directory=args.recover_directory))
-                if args.evaluate is not None:
-                    pruner.evaluate(args.evaluate, **measured)
+                evaluate()
             if args.evaluate is not None:
                 print(pruner.comparison())
         finally:  # an evaluation that fails must not cost the pruned model
@@ -116,6 +124,7 @@ class PruneCommand(BaseOptimumCLICommand):
             RunCommand,
             PlanCommand,
             CompareCommand,
+            EvaluateCommand,
             ReportCommand,
             ConvertCommand,
             RecoverCommand,

@@ -15,6 +15,7 @@ from optimum_prune.commands.flags import (
     add_fields,
     add_layout,
     add_model,
+    add_no_latency,
     add_storage,
     check_evaluation_flags,
     evaluation_options,
@@ -49,6 +50,7 @@ class RecoverCommand(Command):
         add_layout(parser)
         add_storage(parser)
         add_evaluation(parser, required=False)
+        add_no_latency(parser)
         add_fields(parser.add_argument_group("recovery"), RecoveryConfig)
 
     @staticmethod
@@ -91,7 +93,7 @@ class RecoverCommand(Command):
         try:
             print(report)
             if args.evaluate is not None:
-                pruner.evaluate(args.evaluate, **measured)
+                pruner.evaluate(args.evaluate, latency=args.latency, **measured)
                 print(pruner.comparison())
         finally:  # an evaluation that fails must not cost the trained model
             save(pruner, args)

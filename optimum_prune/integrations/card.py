@@ -17,7 +17,7 @@ from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY, without_paths
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.integrations.signature import sign_
-from optimum_prune.measurements import Evaluation, comparison_rows, megabytes
+from optimum_prune.measurements import Evaluation, comparison_rows, megabytes, timing_note
 from optimum_prune.recovery.report import RecoveryReport, describe_training
 from optimum_prune.report import (
     WEIGHT,
@@ -134,6 +134,7 @@ def model_card(
         measurements=comparison_rows(evaluations) if shown else None,
         measured_data=shown and describe_data(without_paths(shown.data)),
         left=dict(left or {}),
+        timing=shown and timing_note(evaluations),
     )
     sign_(card)
     return card

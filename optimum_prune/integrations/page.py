@@ -7,7 +7,7 @@ import yaml
 
 from optimum_prune.config import without_paths
 from optimum_prune.integrations.card import layer_rows, loss_rows, unit_rows
-from optimum_prune.measurements import STAGES, Evaluation, comparison_rows, latest
+from optimum_prune.measurements import STAGES, Evaluation, comparison_rows, latest, timing_note
 from optimum_prune.plots.pictures import svg_pictures
 from optimum_prune.recovery.report import RecoveryReport, describe_training
 from optimum_prune.report import (
@@ -60,6 +60,7 @@ def page(report: PruningReport, evaluations: Mapping[str, Evaluation], *, title:
         stages=list(evaluations),
         measurements=comparison_rows(evaluations) if measured else [],
         measured_data=measured and _plain(describe_data(without_paths(measured.data))),
+        timing=measured and timing_note(evaluations),
         recoveries=[(_plain(describe_training(without_paths(r.data))), _recovery_rows(r)) for r in report.recovery],
         provenance=list(_provenance(report)),
         recipe=yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import optimum_prune
 from optimum_prune import measurements, registry
+from optimum_prune import pruner as pruner_module
 from optimum_prune.config import CalibrationConfig, InductionConfig, PruningConfig
 from optimum_prune.integrations.layouts import LAYOUTS
 from optimum_prune.pruner import Pruner
@@ -119,6 +120,7 @@ def test_command_is_installed_as_it_is_written():
             "--sparsity 0.2 --evaluate-num-samples 3 --evaluate-seq-len 9",
             "--evaluate-num-samples, --evaluate-seq-len has no meaning without --evaluate SOURCE.",
         ),
+        ("--sparsity 0.2 --no-latency", "--no-latency has no meaning without --evaluate SOURCE."),
     ],
 )
 def test_mistakes(arguments, message, refused):
@@ -363,6 +365,56 @@ def test_fractions_of_modules(cli, dense, tmp_path):
 
 
 # The whole way
+
+
+EVALUATED = ("--evaluate", "text.txt", "--evaluate-num-samples", 4, "--evaluate-seq-len", 16)
+
+
+def test_the_dense_model_is_measured_while_it_is_the_only_one(cli, monkeypatch, tmp_path):
+    load, loaded, steps = pruner_module.load_model, [], []
+    monkeypatch.setattr(pruner_module, "load_model", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    for name in ("evaluate", "prune"):
+        method = getattr(Pruner, name)
+
+        def logged(self, *args, name=name, method=method, **options):
+            steps.append((name, options.get("latency")))
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(Pruner, name, logged)
+    how = ("--sparsity", 0.5, "--scorer", "magnitude", *EVALUATED)
+    code, stdout, stderr = cli("--model", "dense", "--output", tmp_path / "out", *how)
+    assert code == 0, stderr
+    assert steps == [("evaluate", True), ("prune", None), ("evaluate", True)]
+    assert len(loaded) == 1
+    assert re.search(r"^KL to the dense model +\d", stdout, re.MULTILINE)
+    times = [
+        found["timed_at"]
+        for found in json.loads((tmp_path / "out" / "pruning_report.json").read_text())["evaluations"].values()
+    ]
+    assert len(times) == 2 and all(times)
+    # what is pruned already is not the dense model
+    steps.clear()
+    again = ("--pattern", "2:4", "--scorer", "magnitude", *EVALUATED, "--no-latency")
+    code, stdout, stderr = cli("--model", tmp_path / "out", "--output", tmp_path / "again", *again)
+    assert code == 0, stderr
+    assert steps == [("prune", None), ("evaluate", False)]
+
+
+def test_no_latency(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("optimum_prune.stages.measure_latency", lambda *_, **__: pytest.fail("it was timed"))
+    how = ("--sparsity", 0.5, "--scorer", "magnitude", *EVALUATED, "--no-latency")
+    code, stdout, stderr = cli("--model", "dense", "--output", tmp_path / "out", *how)
+    assert code == 0, stderr
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Latency was not measured." in card
+    evaluations = json.loads((tmp_path / "out" / "pruning_report.json").read_text())["evaluations"]
+    assert {found[name] for found in evaluations.values() for name in ("prefill_ms", "timed_at")} == {None}
+    from optimum_prune.integrations.page import page
+    from optimum_prune.integrations.reading import open_report
+
+    for shown in (stdout, card, page(*open_report(tmp_path / "out"), title="it")):
+        assert "KL to the dense model" in shown
+        assert not re.search("prefill|decoding|Times are", shown)
 
 
 @pytest.fixture(scope="module")
