@@ -113,7 +113,7 @@ def add_no_latency(parser: argparse.ArgumentParser) -> None:
         "--no-latency",
         action="store_false",
         dest="latency",
-        help="do not time prefill and decoding, which takes 12 generations of 32 tokens",
+        help="do not measure latency (prefill and decoding)",
     )
 
 
