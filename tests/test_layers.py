@@ -17,6 +17,7 @@ LAYERS = [
     | {"adapters", "scorers"},
     {
         "binding",
+        "wrapping",
         "biases",
         "configs",
         "skipping",

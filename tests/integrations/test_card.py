@@ -115,6 +115,16 @@ def test_options_compensation_and_steps_are_told():
     assert "scorer `ntk`, allocation" in plain and "compensation" not in plain and "steps" not in plain
 
 
+@pytest.mark.parametrize("minute", [0, 12])
+def test_models_that_were_timed_apart(minute):
+    dense, pruned = (
+        replace(found, timed_at=f"2026-01-01T10:{m:02}:00+00:00") for found, m in ((DENSE, 0), (PRUNED, minute))
+    )
+    card = str(model_card(report(), evaluations={"dense": dense, "pruned": pruned}, layout="stock"))
+    note = "Times are medians. The latencies of the two models were measured 12 minutes apart, not in turn."
+    assert (note in card) == bool(minute) and "Times are medians." in card
+
+
 @pytest.mark.parametrize("measured", [{}, {"pruned": DENSE}, {"pruned": replace(DENSE, prefill_ms=None)}])
 def test_zeros_promise_nothing(measured):
     """CASES.md 16: a size ratio of 1.00, what was measured, and no word of speed beside."""

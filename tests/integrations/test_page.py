@@ -56,6 +56,13 @@ class Reader(HTMLParser):
 # What it says
 
 
+@pytest.mark.parametrize("minute", [0, 12])
+def test_models_that_were_timed_apart(minute):
+    times = {"dense": 0, "pruned": minute}
+    measured = {k: replace(v, timed_at=f"2026-01-01T10:{times[k]:02}:00+00:00") for k, v in EVALUATIONS.items()}
+    assert ("measured 12 minutes apart, not in turn." in page(full(), measured, title="it")) == bool(minute)
+
+
 def test_tables():
     rows = Reader(page(full(), EVALUATIONS, title="it")).rows
     assert ["kv_group", "10.0%", "8.3%", "11 of 12"] in rows
