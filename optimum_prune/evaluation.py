@@ -85,6 +85,7 @@ def dense_reference(
     Returns:
         None, with a warning, where logits are more than the output embedding's output (scaled).
     """
+    data.check_predicts()
     with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)
         if head is None:
@@ -121,6 +122,7 @@ def evaluate_model(
         raise CalibrationError(
             f"The dense model was measured on other data ({reference.data}) than this ({data.fingerprint})."
         )
+    data.check_predicts()
     measured: list[_Sums] = []
     with evaluating(model), torch.no_grad():
         head = _plain_head(model, data)

@@ -158,6 +158,8 @@ def stream_groups(
     reduce: Callable[[BoundGroup, Mapping[str, Gradients]], None],
 ) -> None:
     """Hand every group the gradients that the scorers want, by name of the objective; groups of a block together."""
+    if any(scorer.predicts for scorer in scorers):
+        data.check_predicts()
     found = stacks(model, adapter_for(model))
     index = {stack.path: i for i, stack in enumerate(found)}
     members: dict[Place, list[BoundGroup]] = {}

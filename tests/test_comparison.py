@@ -427,6 +427,12 @@ def test_refused_data(model, nothing_runs):
         compare(model, {"a": cut("ntk", calibration=CalibrationConfig("no.txt"))}, HELD_OUT)
     with pytest.raises(CalibrationError, match="does not exist"):
         compare(model, {"a": cut("ntk")}, CalibrationConfig("no.txt"))
+    one_token = CalibrationConfig([[5], [6], [7]])
+    with pytest.raises(CalibrationError, match=r"^in-memory: .*: no sample has a second token"):
+        compare(model, {"a": cut("ntk")}, one_token)
+    settings = {"a": cut("ntk", calibration=one_token), "b": cut("taylor", calibration=one_token)}
+    with pytest.raises(CalibrationError, match=r"Setting 'b': in-memory: .*: no sample has a second token"):
+        compare(model, settings, HELD_OUT)
     with pytest.raises(InvalidConfig, match="text that the model did not write itself"):
         compare(model, {"a": cut("ntk")}, CalibrationConfig("self"))
     with pytest.raises(InvalidConfig, match="selection='kl' has no meaning for evaluation"):

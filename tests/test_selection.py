@@ -21,6 +21,7 @@ from optimum_prune import (
 )
 from optimum_prune.calibration.data import load_samples
 from optimum_prune.pipeline import FIND_TARGETS, load_scorer, prune
+from optimum_prune.planning.planner import make_plan
 from optimum_prune.selection import select, widened
 from tests.models import VARIANTS, inputs, llama, llava, source, t5, with_scaled_logits
 from tests.scorers.plain import forward
@@ -204,6 +205,15 @@ def test_the_length_that_the_scorer_recommends_decides():
     config = replace(config_for(model, "structured, compensated", seq_len=None), compensation="none")
     report = prune(model, config)
     assert report.calibration["seq_len"] == 64 and report.calibration["selection"]["tokens"] == LENGTH
+
+
+def test_samples_of_one_token_are_refused():
+    calibration = CalibrationConfig([[5]] * 200, num_samples=2, candidates=2, selection="kl", seq_len=64)
+    config = PruningConfig(scorer="wanda", sparsity=0.4, calibration=calibration)
+    with pytest.raises(CalibrationError, match="no sample has a second token"):
+        prune(llama(), config)
+    with pytest.raises(CalibrationError, match=r"no sample has a second token.* Raise seq_len"):
+        make_plan(llama(), replace(config, calibration=replace(calibration, seq_len=1)))
 
 
 @pytest.mark.parametrize("way", WAYS)

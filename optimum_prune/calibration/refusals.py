@@ -8,6 +8,7 @@ from optimum_prune.calibration.columns import Source
 from optimum_prune.calibration.images import check_processor
 from optimum_prune.calibration.pairs import start_token
 from optimum_prune.calibration.request import Request, resolve
+from optimum_prune.calibration.samples import no_second_token
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.calibration.spans import special_tokens
@@ -24,6 +25,7 @@ def check_calibration(
     processor: Any = None,
     default_seq_len: int | None = None,
     image_stack: str | None = None,
+    predicts: bool = False,
     skeleton: bool = False,
 ) -> None:
     """Refuse what `load_samples` would refuse before it reads a sample; a source is opened, no more.
@@ -35,6 +37,7 @@ def check_calibration(
         processor: as for `load_samples`.
         default_seq_len: as for `load_samples`.
         image_stack: as for `load_samples`.
+        predicts: next tokens are predicted, so samples of one token will not do.
         skeleton: the model was built from its config alone: tokenizer, processor and generation config are not known
             yet.
 
@@ -43,6 +46,8 @@ def check_calibration(
     """
     tokenizer = tokenizer or getattr(processor, "tokenizer", None)
     request = resolve(config, model, default_seq_len, "first")
+    if predicts and request.model == "decoder" and request.seq_len == 1:
+        raise no_second_token("Calibration", 1)
     source = open_fitting(request, model, image_stack)
     if source is not None and not skeleton:
         check_companions(source, request, model, tokenizer, processor)

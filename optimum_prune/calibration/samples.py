@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from optimum_prune.errors import CalibrationError
 from optimum_prune.objectives import IGNORED
 
 
@@ -127,6 +128,15 @@ class CalibrationData:
         words = labels != self.image_token
         return positions[words], labels[words]
 
+    def check_predicts(self) -> None:
+        """Refuse samples in which no token is predicted.
+
+        Raises:
+            CalibrationError: there is no such token.
+        """
+        if not any(len(self.predicted(index)[1]) for index in range(len(self.samples))):
+            raise no_second_token(self.source, self.seq_len)
+
     def labels(self, batch_size: int) -> Iterator[Tensor]:
         """Yield what each position of the output should predict, `(B, T) int64` or `IGNORED`; goes with `batches`."""
         lengths = [len(row) for row in (self.samples if self.targets is None else self.targets)]
@@ -158,6 +168,12 @@ class CalibrationData:
         if self.images is not None:
             described["images"] = sum(map(len, self.images))
         return described
+
+
+def no_second_token(what: str, seq_len: int) -> CalibrationError:
+    """Return the error about data of which no next token can be predicted."""
+    advice = "Raise seq_len." if seq_len == 1 else "Use longer samples."
+    return CalibrationError(f"{what}: no sample has a second token, so no next token can be predicted. {advice}")
 
 
 def padded(rows: list[Tensor], pad_token_id: int) -> dict[str, Tensor]:

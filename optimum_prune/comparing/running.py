@@ -64,6 +64,7 @@ def compare(
     if directory is not None:
         check_directory(directory)
     held_out = load_samples(evaluation, model, tokenizer, processor=processor, order="first")
+    held_out.check_predicts()
     data = load_draw(model, trials, tokenizer, processor)
     reference = dense_reference(model, held_out, batch_size=evaluation.batch_size)
     if reference is None and (chooser := next((trial.name for trial in trials if trial.selects), None)):

@@ -48,6 +48,11 @@ class Trial:
         return self.needs_data and self.config.calibration.selection == "kl"
 
     @property
+    def predicts(self) -> bool:
+        """Whether it looks at predictions of next tokens."""
+        return self.scorer.predicts or self.selects
+
+    @property
     def scores_first(self) -> bool:
         """Whether all scores are there before anything goes, and choosing takes no time of its own."""
         return not isinstance(self.targets, MaskTargets) and self.config.steps == 1
@@ -141,6 +146,7 @@ def check_draw(model: PreTrainedModel, trials: Sequence[Trial]) -> None:
     """Refuse what `load_draw` would refuse before it reads a sample; `model` may be a skeleton."""
     if draw := draw_for(model, trials):
         options: dict[str, Any] = {"default_seq_len": draw.seq_len, "image_stack": draw.image_stack}
+        options["predicts"] = any(trial.predicts for trial in trials)
         check_calibration(draw.config, model, skeleton=True, **options)
 
 
@@ -170,4 +176,8 @@ def load_draw(
                 f"{len(drawn.samples)}. Lower candidates, num_samples or seq_len, or leave selection out."
             )
     parts = {needed: drawn.part(range(min(needed, len(drawn.samples)))) for needed in {*draw.needed} - {0}}
-    return [parts.get(needed) for needed in draw.needed]
+    found = [parts.get(needed) for needed in draw.needed]
+    for trial, part in zip(trials, found, strict=True):
+        if part is not None and trial.predicts:
+            within(trial.name, part.check_predicts)
+    return found

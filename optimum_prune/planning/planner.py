@@ -68,6 +68,7 @@ def make_plan(
             processor=processor,
             default_seq_len=scorer.seq_len,
             image_stack=image_stack(model, targets.asked),
+            predicts=scorer.predicts or config.calibration.selection == "kl",
             skeleton=skeleton,
         )
     if isinstance(targets, DepthTargets):

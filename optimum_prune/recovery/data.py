@@ -12,11 +12,12 @@ from optimum_prune import processes
 from optimum_prune.calibration.data import source_name
 from optimum_prune.calibration.pairs import start_token
 from optimum_prune.calibration.request import image_token
+from optimum_prune.calibration.samples import no_second_token
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
 from optimum_prune.recovery.config import RecoveryConfig
 from optimum_prune.recovery.samples import Features, TrainingData, counts, sample_digest
-from optimum_prune.recovery.sources import SELF, asked_of, features, shares
+from optimum_prune.recovery.sources import SELF, SEQ_LEN, asked_of, features, shares
 
 __all__ = ["TrainingData", "load_training_data"]
 
@@ -64,6 +65,8 @@ def load_training_data(
         described, samples = features(asked, model, tokenizer, processor, dense)
         found += [(len(sources), sample) for sample in samples]
         sources.append(described | {"share": share})
+    if not found:
+        raise no_second_token("Training", config.seq_len or SEQ_LEN)
     _warn_of_style([source["source"] for source in sources], calibration)
 
     train, held_out = _split(found, config, wanted)

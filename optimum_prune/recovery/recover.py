@@ -11,6 +11,7 @@ from optimum_prune import processes
 from optimum_prune.binding import named_linears
 from optimum_prune.calibration.devices import is_spread, machine
 from optimum_prune.calibration.request import model_kind
+from optimum_prune.calibration.samples import no_second_token
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
@@ -148,6 +149,8 @@ def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibratio
     """
     check_trainer_options(config.trainer_options)
     target_modules(model, config)
+    if config.seq_len == 1 and model_kind(model) == "decoder":
+        raise no_second_token("Training", 1)
     for source, _ in shares(config, model, calibration):
         if source == SELF:
             check_generates(model)

@@ -124,6 +124,11 @@ class Scorer:
         return bool(self.objectives) or self.gates is not None
 
     @property
+    def predicts(self) -> bool:
+        """Whether it looks at predictions of next tokens, which samples of one token do not have."""
+        return any(objective.per == "token" for objective in (*self.objectives, self.gates) if objective is not None)
+
+    @property
     def needs_data(self) -> bool:
         """Whether calibration has to run."""
         return self.needs_gradients or self.influence is not None or self.inputs is not None

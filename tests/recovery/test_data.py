@@ -138,6 +138,16 @@ def test_a_single_token_has_nothing_to_be_trained_on(load, caplog):
     assert "2 samples of in-memory: 4 token lists" in caplog.text and "nothing to be trained on" in caplog.text
 
 
+def test_nothing_but_single_tokens(load, model):
+    with pytest.raises(CalibrationError, match=r"no sample has a second token.* Use longer samples"):
+        load([[5], [6], [7]])
+    for dataset in (TEXTS, "self", [[5, 6, 7]]):
+        with pytest.raises(CalibrationError, match=r"no sample has a second token.* Raise seq_len"):
+            load(dataset, seq_len=1)
+        with pytest.raises(CalibrationError, match=r"no sample has a second token.* Raise seq_len"):
+            check_recovery(model, RecoveryConfig(dataset, seq_len=1))
+
+
 # Sources
 
 

@@ -3,11 +3,13 @@
 
 import pytest
 import torch
+from datasets import Dataset
 
-from optimum_prune import CalibrationConfig, PruningConfig, registry
+from optimum_prune import CalibrationConfig, CalibrationError, PruningConfig, registry
 from optimum_prune.binding import bind
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.pipeline import prune
+from optimum_prune.planning.planner import make_plan
 from tests.models import VARIANTS, inputs, llama, source, t5
 from tests.outputs import load
 
@@ -50,3 +52,52 @@ def test_it_loads_again(build, scorer, tmp_path):
     assert complaints == {}
     with torch.no_grad():
         assert torch.equal(again(**inputs(model)).logits, model(**inputs(model)).logits)
+
+
+ONE_TOKEN = {"source": [[5], [6], [7], [8]], "num_samples": 4}
+PREDICTING = [("taylor", {}), ("ntk", {"objective": "loss"}), ("afr", {}), ("afr", {"refer": "feature"})]
+OTHERS = [*sorted({*registry.available("scorers")} - {scorer for scorer, _ in PREDICTING}), "ntk"]
+
+
+@pytest.mark.parametrize("calibration", [{"seq_len": 1}, {}, {"seq_len": 1, "source": "self"}], ids=str)
+@pytest.mark.parametrize(("scorer", "options"), PREDICTING, ids=str)
+@pytest.mark.parametrize("pattern", ["structured", "unstructured"])
+def test_samples_of_one_token_are_refused_where_the_next_one_is_predicted(scorer, options, pattern, calibration):
+    if pattern not in registry.load("scorers", scorer).patterns:
+        return
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = PruningConfig(
+        pattern,
+        scorer=scorer,
+        sparsity=0.4,
+        scorer_options=options or None,
+        calibration=CalibrationConfig(**ONE_TOKEN | calibration),
+    )
+    with pytest.raises(CalibrationError, match="no sample has a second token"):
+        prune(model, config)
+    if "seq_len" in calibration:
+        with pytest.raises(CalibrationError, match=r"no sample has a second token.* Raise seq_len"):
+            make_plan(model, config)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("scorer", OTHERS)
+def test_scorers_of_activations_work_with_one_token_a_sample(scorer):
+    for pattern in registry.load("scorers", scorer).patterns:
+        model, sparsity = llama(), None if pattern == "n:m" else 0.4
+        pattern = "2:4" if pattern == "n:m" else pattern
+        config = PruningConfig(
+            pattern, scorer=scorer, sparsity=sparsity, calibration=CalibrationConfig(**ONE_TOKEN, seq_len=1)
+        )
+        make_plan(model, config)
+        assert prune(model, config).achieved > 0
+        assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+def test_one_answer_token_is_predicted():
+    pairs = Dataset.from_dict({"input_ids": [[5], [6]], "labels": [[7], [8]]})
+    for source_ in (pairs, Dataset.from_dict({"input_ids": [[5, 6, 7]] * 2, "labels": [[8, 9]] * 2})):
+        config = PruningConfig(scorer="taylor", sparsity=0.4, calibration=CalibrationConfig(source_, seq_len=1))
+        make_plan(t5(), config)
+        assert prune(t5(), config).achieved > 0
