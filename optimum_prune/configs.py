@@ -70,6 +70,19 @@ def make_plain_(config: PreTrainedConfig, declared: Sequence[Stack]) -> None:
         delattr(config, "quantization_config")
 
 
+def describe_ties_(model: PreTrainedModel) -> None:
+    """Make the config say `tie_word_embeddings=False` where the head has a weight of its own.
+
+    T5's config cannot say so: its class ties weights that are equal, whatever the config says.
+    """
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    config: Any = model.config
+    if not getattr(config, "tie_word_embeddings", False) or head is None or head.weight is table.weight:
+        return
+    if not type(config)(tie_word_embeddings=False).tie_word_embeddings:
+        config.tie_word_embeddings = False
+
+
 def block_method(config: PreTrainedConfig) -> str | None:
     """Name of the method in `config.quantization_config`, a dict or an object, if there is one."""
     return block(config).get("quant_method")

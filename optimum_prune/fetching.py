@@ -1,12 +1,15 @@
 """One file of a checkpoint, from a folder or from the Hub: only that file is downloaded."""
 
 import json
+import logging
 import os
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from optimum_prune.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 HUB_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download"}
 """Keywords of transformers' `from_pretrained` that say where the files are."""
@@ -64,6 +67,52 @@ def cached_commit(name: str, **hub_kwargs: Any) -> str | None:
     if not isinstance(found, str):
         return None
     return Path(found).parents[len(Path(subfolder).parts)].name  # SNAPSHOTS/COMMIT/SUBFOLDER/config.json
+
+
+def weight_files(
+    name_or_path: str | os.PathLike[str], subfolder: str | None = None, variant: str | None = None
+) -> list[Path]:
+    """Find the safetensors files in a folder that transformers would load; none where it would load other files.
+
+    Args:
+        name_or_path: a local directory; a Hub id has no files here.
+        subfolder: as for `from_pretrained`.
+        variant: likewise.
+    """
+    folder, infix = Path(name_or_path, subfolder or ""), f".{variant}" if variant else ""
+    if (file := folder / f"model{infix}.safetensors").is_file():
+        return [file]
+    index = folder / f"model.safetensors.index{infix}.json"
+    if not index.is_file():
+        return []
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}).") from error
+
+
+def hub_shapes(name_or_path: str | os.PathLike[str], **kwargs: Any) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of a Hub repository's tensors from the headers of its safetensors files.
+
+    Args:
+        name_or_path: a Hub id; a local directory has none here.
+        kwargs: those of `HUB_KWARGS`.
+
+    Returns:
+        By name; nothing where there are no such files, in a subfolder, or where they cannot be reached.
+    """
+    name = os.fspath(name_or_path)
+    if os.path.exists(name) or kwargs.get("local_files_only") or kwargs.get("subfolder"):
+        return {}
+    from huggingface_hub import HfApi  # here, because this module is imported to print help
+
+    try:
+        found = HfApi().get_safetensors_metadata(name, revision=kwargs.get("revision"), token=kwargs.get("token"))
+    except Exception as error:  # of the network and the server; what is loaded later is compared again
+        logger.info("The headers of %s are not read: %s", name, said(error))
+        return {}
+    files = found.files_metadata.values()
+    return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
 
 
 def fetch_json(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from optimum_prune.calibration.data import CalibrationData, load_samples
 from optimum_prune.calibration.gradients import check_head
 from optimum_prune.calibration.request import resolve
 from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.configs import describe_ties_
 from optimum_prune.depth import DepthTargets, find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.masking import MaskTargets, find_mask_targets
@@ -87,6 +88,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
             data, selection = select(model, targets, scorer, config, data)
     groups = targets.prune_(model, scorer, data, config)
     with cutting():  # what is cut without a record could not be saved
+        describe_ties_(model)
         report = PruningReport(
             config=config.to_dict(),
             model_type=adapter_for(model).model_type,

@@ -24,6 +24,7 @@ from optimum_prune.configs import (
     assign,
     block,
     block_method,
+    describe_ties_,
     forget_quantizer_,
     layer_types,
     make_plain_,
@@ -82,6 +83,7 @@ def describe_(model: PreTrainedModel) -> str:
     """
     sizes = measure(model)
     forget_file_(model)
+    describe_ties_(model)
     declared = _declared(model)
     make_plain_(model.config, declared)
     uniform = _uniform(declared, sizes)

@@ -1,5 +1,6 @@
 """Pruning while loading: `from_pretrained(name, quantization_config=PruningConfig(...))`."""
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,39 +9,32 @@ from transformers import PreTrainedModel
 
 from optimum_prune.binding import adapter_for
 from optimum_prune.config import PruningConfig
-from optimum_prune.errors import CheckpointError
+from optimum_prune.integrations.accounting import check_chosen, load_on_meta
 from optimum_prune.integrations.headers import stored_shapes
 from optimum_prune.integrations.loading import load_companions, same_record
 from optimum_prune.pipeline import load_scorer, needs_data, prune
 from optimum_prune.report import PruningReport
 
 
-def check_before(model: PreTrainedModel, config: PruningConfig, files: Iterable[str | Path]) -> None:
+def check_before(model: PreTrainedModel, files: Iterable[str | Path]) -> None:
     """Refuse what the skeleton and the files' headers already tell, before gigabytes are read.
 
     Args:
         model: the skeleton.
-        config: of the run.
-        files: those that are not safetensors are not looked at.
+        files: safetensors or pickled ones; others are not looked at.
 
     Raises:
         UnsupportedArchitecture: no adapter knows the model.
-        InvalidConfig: the scorer cannot do what the config asks.
-        CheckpointError: the language-model head, through which data is scored, would be newly initialised.
+        CheckpointError: the files hold tensors that the class does not read, or lack some that it needs.
     """
     adapter_for(model)
-    files = [file for file in map(Path, files) if file.suffix == ".safetensors"]
-    if not files or not needs_data(config, load_scorer(config)):
+    files = [file for file in map(Path, files) if file.suffix in (".safetensors", ".bin")]
+    if not files:
         return
-    head = model.get_output_embeddings()
-    names = {f"{name}.weight" for name, module in model.named_modules() if head is not None and module is head}
-    # The last names alone: LLaVA's checkpoints name what lies above otherwise.
-    for name in names - (model.all_tied_weights_keys or {}).keys():
-        if not any(stored.endswith(".".join(name.split(".")[-2:])) for stored in stored_shapes(files)):
-            raise CheckpointError(
-                f"The checkpoint lacks {name}, which {type(model).__name__} needs to score on data: it holds another "
-                "kind of model. Load it as that, or choose a scorer that needs no data."
-            )
+    config: Any = copy.deepcopy(model.config)
+    del config.quantization_config  # the request to prune
+    _, info = load_on_meta(type(model), config, stored_shapes(files))
+    check_chosen(str(model.config.name_or_path), model, info)
 
 
 def prune_loaded_(model: PreTrainedModel, config: PruningConfig) -> None:

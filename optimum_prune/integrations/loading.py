@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from optimum_prune import registry
 from optimum_prune.binding import adapter_for
-from optimum_prune.configs import METHOD, block, block_method
+from optimum_prune.configs import METHOD, block, block_method, describe_ties_
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
-from optimum_prune.fetching import HUB_KWARGS, cached_commit
-from optimum_prune.integrations.quantizer import CheckpointConfig, PruningQuantizer
+from optimum_prune.fetching import HUB_KWARGS, cached_commit, fetch, hub_shapes, weight_files
+from optimum_prune.integrations.accounting import check_gguf, check_loading, load_on_meta, model_class
+from optimum_prune.integrations.headers import stored_shapes
+from optimum_prune.integrations.packing import STORAGE
+from optimum_prune.integrations.ties import untie_
 from optimum_prune.measurements import Evaluation
 from optimum_prune.report import PruningReport
 
@@ -36,26 +38,27 @@ OWN_CODE = (
 
 
 def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
-    """Load a model with its language-model head, whole, by the class that its adapter names.
+    """Load a model, whole, by the class that its config names (see `model_class`).
 
     Raises:
         UnsupportedArchitecture: no adapter knows the model; found from the config, before weights are loaded.
-        CheckpointError: it does not exist, does not load, or lacks weights (e.g. it holds a classifier).
+        UnsupportedModel: the checkpoint is quantised; likewise.
+        CheckpointError: it does not exist, does not load, lacks weights, or holds tensors that the class does not read.
     """
     if "output_loading_info" in kwargs:
         raise InvalidConfig("output_loading_info cannot be passed: weights that are missing are an error anyway.")
     shared = _shared(kwargs)
     kwargs["trust_remote_code"] = shared["trust_remote_code"]
     with loading(name_or_path):
-        adapter = registry.load("adapters", AutoConfig.from_pretrained(name_or_path, **shared).model_type)
-        auto_class: Any = getattr(transformers, adapter.auto_class)
-        loaded: Any = auto_class.from_pretrained(name_or_path, output_loading_info=True, **kwargs)
+        config = AutoConfig.from_pretrained(name_or_path, **shared)
+        loader = model_class(config, registry.load("adapters", config.model_type))
+        _check_plain(name_or_path, config, kwargs.get("quantization_config"))
+        loaded: Any = loader.from_pretrained(name_or_path, output_loading_info=True, **kwargs)
         model, info = loaded
-        if missing := sorted(info["missing_keys"]):
-            raise CheckpointError(
-                f"{name_or_path} lacks {missing[0]} (and {len(missing) - 1} more weights), which "
-                f"{type(model).__name__} needs. Load another kind of model yourself: Pruner(model, tokenizer)."
-            )
+        check_loading(name_or_path, model, info)
+        if file := _gguf_file(name_or_path, kwargs):
+            check_gguf(name_or_path, model, file)
+        describe_ties_(model)
         if not os.path.exists(name_or_path) and getattr(model.config, "_commit_hash", None) is None:
             where = {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
             # From 5.24 on transformers does not note it.
@@ -66,8 +69,9 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
 def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any) -> PreTrainedModel:
     """Build what `load_model` would load, without its weights: names, shapes, dtypes and ties, on the meta device.
 
-    No file with weights is read, and of a Hub repository only `config.json` is fetched (of a GGUF the file, which is
-    all that there is).
+    Of files with weights only the headers are read, and of a Hub repository only `config.json` is fetched, and the
+    headers where it has safetensors (of a GGUF the file, which is all that there is). Only a folder tells whether two
+    weights that the config ties differ: both are read then.
 
     Args:
         name_or_path: a Hub id or a local directory.
@@ -77,36 +81,40 @@ def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any)
     Raises:
         UnsupportedArchitecture: no adapter knows the model.
         UnsupportedModel: the checkpoint is quantised.
-        CheckpointError: it does not exist, or its config builds no model.
+        CheckpointError: it does not exist, its config builds no model, it lacks weights, or holds tensors that the
+            class does not read.
     """
     with loading(name_or_path):
         shared = _shared(kwargs)
         config = AutoConfig.from_pretrained(name_or_path, **shared)
-        auto_class: Any = getattr(transformers, registry.load("adapters", config.model_type).auto_class)
-        if (method := block_method(config)) not in (None, METHOD):
-            raise UnsupportedModel(
-                f"{name_or_path} is quantised ({method}). Prune the plain model that it was made of, then quantise."
-            )
-        given = {} if dtype in (None, "auto") else {"dtype": dtype}
-        with torch.device("meta"):
-            skeleton: PreTrainedModel = _from_config(auto_class, config, shared, **given)
+        loader = model_class(config, registry.load("adapters", config.model_type))
+        _check_plain(name_or_path, config)
+        files = weight_files(name_or_path, kwargs.get("subfolder"), kwargs.get("variant"))
+        stored = None
+        if not kwargs.get("gguf_file") and block(config).get(STORAGE) != "packed":
+            stored = stored_shapes(files) or hub_shapes(name_or_path, **shared)
+        skeleton, info = load_on_meta(_resolved(loader, config, shared), config, stored, dtype)
         _keep_float32_(skeleton)
-        if method == METHOD:
-            quantizer = PruningQuantizer(CheckpointConfig(**block(config)), pre_quantized=True)
-            quantizer.preprocess_model(skeleton)
-            quantizer.postprocess_model(skeleton)
+        if stored:
+            check_loading(name_or_path, skeleton, info)
+            untie_(skeleton, files)
+        if file := _gguf_file(name_or_path, kwargs):
+            check_gguf(name_or_path, skeleton, file)
     return skeleton
 
 
-def _from_config(auto_class: Any, config: Any, shared: dict[str, Any], **given: Any) -> PreTrainedModel:
-    """Build a model with the class that loading takes: transformers' own, or that of trusted code beside the config."""
+def _resolved(loader: Any, config: Any, shared: dict[str, Any]) -> type[PreTrainedModel]:
+    """Return the class that an auto class loads: transformers' own, or that of trusted code beside the config."""
+    if issubclass(loader, PreTrainedModel):
+        return loader
     trusted = shared["trust_remote_code"]
-    reference = (getattr(config, "auto_map", None) or {}).get(auto_class.__name__)
+    reference = (getattr(config, "auto_map", None) or {}).get(loader.__name__)
     if not trusted or reference is None:
-        return auto_class.from_config(config, trust_remote_code=trusted, **given)
+        with torch.device("meta"):
+            return type(loader.from_config(config, trust_remote_code=trusted))
     # from_config takes no revision of the code: where the config's class is known by now, it goes to the model's class.
     where = {key: value for key, value in shared.items() if key not in ("trust_remote_code", "subfolder", "gguf_file")}
-    return get_class_from_dynamic_module(reference, config.name_or_path, **where)._from_config(config, **given)
+    return get_class_from_dynamic_module(reference, config.name_or_path, **where)
 
 
 def _keep_float32_(skeleton: PreTrainedModel) -> None:
@@ -116,6 +124,38 @@ def _keep_float32_(skeleton: PreTrainedModel) -> None:
         for pattern, dtype in wanted.items():
             if re.search(pattern.replace("*", ".*"), name):
                 parameter.data = parameter.data.to(dtype)
+
+
+def _check_plain(name_or_path: str | Path, config: Any, given: Any = None) -> None:
+    """Refuse quantised weights, those on disk and those that a user asks for, before anything is read or imported.
+
+    Args:
+        name_or_path: for the message.
+        config: of the checkpoint.
+        given: `quantization_config=` of the user; one of this package prunes while loading, and weights that are
+            dequantised while loading are plain.
+
+    Raises:
+        UnsupportedModel: naming the method.
+    """
+    method = block_method(config) or ("by an unnamed method" if block(config) else None)
+    if method not in (None, METHOD) and not getattr(given, "dequantize", False):
+        raise UnsupportedModel(
+            f"{name_or_path} is quantised ({method}). Prune the plain model that it was made of, then quantise."
+        )
+    method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", METHOD)
+    if given is not None and method != METHOD and not getattr(given, "dequantize", False):
+        raise UnsupportedModel(
+            f"quantization_config={type(given).__name__} would quantise {name_or_path} while it is loaded. Prune "
+            "the plain model, then quantise. A PruningConfig prunes while loading."
+        )
+
+
+def _gguf_file(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Path | None:
+    """Return the path of the GGUF file that is loaded, if one is."""
+    if (name := kwargs.get("gguf_file")) is None:
+        return None
+    return fetch(name_or_path, name, **{key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()})
 
 
 def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: Any) -> tuple[Any, Any]:

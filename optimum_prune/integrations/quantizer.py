@@ -55,7 +55,7 @@ class PruningQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
         if not self.pre_quantized:
-            _at_load().check_before(model, self.quantization_config, checkpoint_files or ())
+            _at_load().check_before(model, checkpoint_files or ())
             return model
         self._check_version()
         resize_(model)

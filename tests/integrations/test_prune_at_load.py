@@ -327,16 +327,30 @@ def test_layer_that_is_not_in_memory(dense, tmp_path):
             AutoModelForCausalLM.from_pretrained(dense, quantization_config=on_texts(scorer="magnitude"), **options)
 
 
-def test_checkpoint_without_the_head(tmp_path):
-    """Scores through a head of random weights would mean nothing; those of weights alone do."""
+@pytest.mark.parametrize("scorer", ["taylor", "magnitude"])
+def test_checkpoint_without_the_head(scorer, tmp_path):
+    """A head of random weights would be scored through, and saved."""
     models: list[Any] = [llama(), llava()]
     for model in models:
         model.base_model.save_pretrained(tmp_path)
-        with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight, which \w+ needs to score on data"):
-            type(model).from_pretrained(tmp_path, quantization_config=structured(tokens(4).tolist()))
-        found, complaints = load(tmp_path, quantization_config=on_texts(scorer="magnitude"))
-        assert complaints == {"missing_keys": {"lm_head.weight"}}
-        assert report(found).achieved > 0.2
+        with pytest.raises(
+            CheckpointError, match=r"lacks lm_head\.weight, which \w+ needs .*config\.json names \w+Model"
+        ):
+            type(model).from_pretrained(tmp_path, quantization_config=on_texts(scorer=scorer))
+
+
+@pytest.mark.parametrize("serialised", ["safetensors", "shards", "bin"])
+def test_tensors_that_the_class_does_not_read(serialised, tmp_path):
+    model = AutoModelForSequenceClassification.from_config(llama().config)
+    model.save_pretrained(tmp_path, **({"max_shard_size": "10KB"} if serialised == "shards" else {}))
+    if serialised == "bin":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    message = r"holds score\.weight, which LlamaForCausalLM does not read .*config.json names LlamaForSequenceClass"
+    config = on_texts(scorer="magnitude")
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path, quantization_config=config).score is not None
 
 
 def test_scorer_that_needs_the_head(dense):
