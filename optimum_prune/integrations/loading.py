@@ -53,6 +53,8 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(name_or_path, **shared)
         loader = model_class(config, registry.load("adapters", config.model_type))
         _check_plain(name_or_path, config, kwargs.get("quantization_config"))
+        if issubclass(loader, PreTrainedModel):
+            kwargs.pop("code_revision", None)  # only auto classes take it, for code beside the config
         loaded: Any = loader.from_pretrained(name_or_path, output_loading_info=True, **kwargs)
         model, info = loaded
         check_loading(name_or_path, model, info)

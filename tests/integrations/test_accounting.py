@@ -218,6 +218,10 @@ def test_quantised_checkpoints_are_refused_by_their_config(block, method, tmp_pa
             load(tmp_path)
 
 
+def test_a_revision_of_code_that_is_not_there(dense):
+    assert type(load_model(dense, trust_remote_code=True, code_revision="main")) is transformers.LlamaForCausalLM
+
+
 def test_quantising_while_loading_is_refused(dense):
     with pytest.raises(UnsupportedModel, match="quantization_config=BitsAndBytesConfig would quantise"):
         Pruner.from_pretrained(dense, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True))
