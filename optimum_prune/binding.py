@@ -1,15 +1,17 @@
 """From an adapter's declarations to the live modules of a model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from optimum_prune import registry
 from optimum_prune.adapters.base import Adapter, CoupledGroup, Stack
-from optimum_prune.errors import InvalidConfig, UnsupportedModel, unknown
+from optimum_prune.configs import stack_config
+from optimum_prune.errors import InvalidConfig, UnsupportedArchitecture, UnsupportedModel, unknown
 from optimum_prune.skipping import Skipped
 from optimum_prune.wrapping import check_unwrapped
 
@@ -117,14 +119,28 @@ class BoundGroup:
 
 
 def adapter_for(model: nn.Module) -> Adapter:
-    """Find the adapter of a model by its config's `model_type`.
+    """Find the adapter of a model by its config's `model_type`, and that of a language model inside by its own.
 
     Raises:
         UnsupportedArchitecture: there is none, or it is no transformers model.
         UnsupportedModel: the model is wrapped.
     """
     check_unwrapped(model)
-    return registry.load("adapters", model.config.model_type)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    config: Any = model.config
+    adapter: Adapter = registry.load("adapters", config.model_type)
+    return replace(adapter, stacks=tuple(_typed(stack, config) for stack in adapter.stacks))
+
+
+def _typed(stack: Stack, config: Any) -> Stack:
+    """Return a stack with the blocks that the adapter of its own model type declares, where there is one."""
+    if not stack.by_type:
+        return stack
+    try:
+        inner: list[Stack] = list(registry.load("adapters", stack_config(config, stack).model_type).stacks)
+    except UnsupportedArchitecture:
+        return stack
+    where = {name: getattr(stack, name) for name in ("path", "name", "default", "config", "by_type")}
+    return replace(inner[0], **where) if len(inner) == 1 else stack
 
 
 def stacks(model: nn.Module, adapter: Adapter) -> list[BoundStack]:

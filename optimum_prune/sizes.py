@@ -310,6 +310,6 @@ def _widest(bound: Sequence[BoundGroup], sizes: Sizes) -> dict[str, dict[str, in
 
 def _constants(model: PreTrainedModel, stack: Stack) -> dict[str, int | bool]:
     """Return what the config of a stack has to say of all its layers: the sizes of units, and which biases are on."""
-    members = [group for group in bind(model) if group.declared is stack and group.group.unit_size_key]
+    members = [group for group in bind(model) if group.declared == stack and group.group.unit_size_key]
     sizes = {str(group.group.unit_size_key): group.unit_size for group in members}
     return sizes | {name: value for (own, name), value in switches(model).items() if own == stack.config}

@@ -25,6 +25,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipVisionConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -121,20 +122,29 @@ def t5(seed: int = 0, **changes) -> T5ForConditionalGeneration:
     return _build(T5ForConditionalGeneration, T5Config(**shape | changes), seed)
 
 
-def llava(seed: int = 0, text: Any = None, **changes) -> LlavaForConditionalGeneration:
-    """Return a random LLaVA: a CLIP tower of 3 layers that makes 4 patches of a picture, and the Llama above."""
-    vision = CLIPVisionConfig(
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=8,
-        initializer_range=0.3,
-    )
+def llava(seed: int = 0, text: Any = None, siglip: bool = False, **changes) -> LlavaForConditionalGeneration:
+    """Return a random LLaVA: a tower of 3 layers that makes 4 patches of a picture, and the Llama above."""
+    shape = {
+        "hidden_size": 24,
+        "intermediate_size": 44,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    vision = SiglipVisionConfig(**shape) if siglip else CLIPVisionConfig(**shape, initializer_range=0.3)
+    if siglip:  # it has no class token to leave out
+        changes = {"vision_feature_select_strategy": "full"} | changes
     text = LlamaConfig(**_BASE) if text is None else text
     changes = {"image_token_index": IMAGE_TOKEN, "image_seq_length": PATCHES, "pad_token_id": 0} | changes
     return _build(LlavaForConditionalGeneration, LlavaConfig(vision_config=vision, text_config=text, **changes), seed)
+
+
+def llava_around_qwen2() -> LlavaForConditionalGeneration:
+    """Return a random LLaVA around a Qwen2 with tied embeddings, which never generates the token of an image."""
+    model = llava(text=qwen2(tie_word_embeddings=True).config, tie_word_embeddings=True)
+    model.lm_head.weight.data[IMAGE_TOKEN] = 0
+    return model
 
 
 VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()} | {
@@ -153,6 +163,7 @@ VARIANTS = {name: partial(llama, **changes) for name, changes in SHAPES.items()}
         t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_layers=4, num_decoder_layers=3
     ),
     "llava": llava,
+    "llava-qwen2": llava_around_qwen2,
 }
 """Name -> what builds it. Every adapter needs a model of its type here: the contract tests run over these."""
 

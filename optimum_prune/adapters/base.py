@@ -99,6 +99,8 @@ class Stack:
         mask: input of the model that tells the stack's padding, or None where there is no padding.
         rescalings: of a block. Of a tuple of alternatives, the first whose modules the block has. They say what feeds
             what, not only what is where: declare them anew for blocks that compute with the same modules otherwise.
+        by_type: the blocks are those of the model type that `config` names. Where an adapter of that type declares one
+            stack, its groups, sub-layers and rescalings stand in for those declared here.
     """
 
     path: str
@@ -112,6 +114,7 @@ class Stack:
     sublayers: Mapping[str, str] = field(default_factory=dict)
     mask: str | None = "attention_mask"
     rescalings: tuple[Rescaling | tuple[Rescaling, ...], ...] = ()
+    by_type: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""LLaVA: a language model shaped like Llama, and a CLIP vision tower as a stack that is pruned only when selected."""
+"""LLaVA: a language model shaped like Llama, and a vision tower as a stack that is pruned only when selected."""
 
 from dataclasses import replace
 
@@ -35,5 +35,5 @@ VISION = Stack(
     mask=None,
     rescalings=VISION_RESCALINGS,
 )
-LANGUAGE = replace(llama.STACK, path="model.language_model.layers", name="language", config="text_config")
+LANGUAGE = replace(llama.STACK, path="model.language_model.layers", name="language", config="text_config", by_type=True)
 ADAPTER = Adapter("llava", stacks=(VISION, LANGUAGE), auto_class="AutoModelForImageTextToText")

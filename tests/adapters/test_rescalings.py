@@ -15,6 +15,7 @@ INEXACT = {
     "t5": ("EncDecAttention.k", "EncDecAttention.v"),  # these read the encoder's last norm, in every block
     "t5-gated": ("EncDecAttention.k", "EncDecAttention.v"),
     "llava": ("mlp.fc2",),  # behind a GELU
+    "llava-qwen2": ("mlp.fc2",),
 }
 """Linears of a variant that read what no scale cancels in."""
 
