@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -13,6 +14,49 @@ logger = logging.getLogger(__name__)
 
 HUB_KWARGS = {"revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download"}
 """Keywords of transformers' `from_pretrained` that say where the files are."""
+
+PROBE_TIMEOUT = 5.0
+"""Seconds until the Hub counts as out of reach."""
+PROBE_AGAIN = 60.0
+"""Seconds after which a Hub that was out of reach is asked again."""
+_probed: dict[str, tuple[float, str | None]] = {}  # endpoint -> when it was asked, and why it did not answer
+
+
+def unreachable(ask: bool = True) -> str | None:
+    """Return why the Hub does not answer; None where it does, or where offline mode forbids to ask.
+
+    One request without retries: huggingface_hub itself asks six times, over 23 seconds or more, for each file.
+
+    Args:
+        ask: False returns what is known of an earlier request, and sends none.
+    """
+    from huggingface_hub import HfApi, get_session, is_offline_mode  # here, because this module is imported for help
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] - of httpx or its successor
+
+    if is_offline_mode():
+        return None
+    endpoint = HfApi().endpoint
+    asked, reason = _probed.get(endpoint, (-PROBE_AGAIN, ""))
+    if not ask:
+        return reason or None
+    if reason is None or time.monotonic() < asked + PROBE_AGAIN:
+        return reason
+    try:
+        get_session().head(endpoint, timeout=PROBE_TIMEOUT)
+        reason = None
+    except HTTPError as error:
+        reason = f"{endpoint} does not answer: {said(error)}"
+    _probed[endpoint] = time.monotonic(), reason
+    return reason
+
+
+def reachable(name_or_path: str | os.PathLike[str], **kwargs: Any) -> dict[str, Any]:
+    """Return keywords of `from_pretrained`; where the Hub would be asked and does not answer, for the cache alone."""
+    local = os.path.exists(name_or_path) or os.path.isabs(name_or_path)
+    if local or kwargs.get("local_files_only") or (reason := unreachable()) is None:
+        return kwargs
+    logger.info("The Hub cannot be reached (%s): of %s only what is in the cache is read.", reason, name_or_path)
+    return kwargs | {"local_files_only": True}
 
 
 def fetch(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any) -> Path | None:
@@ -38,7 +82,7 @@ def fetch(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, filename, **hub_kwargs))
+        return Path(hf_hub_download(name, filename, **reachable(name, **hub_kwargs)))
     except RemoteEntryNotFoundError:
         return None
     except HFValidationError as error:
@@ -46,7 +90,8 @@ def fetch(name_or_path: str | os.PathLike[str], filename: str, **hub_kwargs: Any
     except Exception as error:  # of the network, the server and the disk
         # One that is not in the cache either hides why it did not come from the Hub.
         reason = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
-        message = f"{filename} of {name} (no folder of that name is here) cannot be had from the Hub: {said(reason)}."
+        words = (isinstance(error, LocalEntryNotFoundError) and unreachable(ask=False)) or said(reason)
+        message = f"{filename} of {name} (no folder of that name is here) cannot be had from the Hub: {words}."
         if hasattr(cause(reason), "response"):
             message += " A private or gated repository needs a token with access: `hf auth login`, or HF_TOKEN."
         raise CheckpointError(message) from error

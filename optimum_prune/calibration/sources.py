@@ -5,6 +5,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from glob import escape
 from itertools import chain
 from typing import Any
@@ -25,6 +26,7 @@ from optimum_prune.calibration.request import ModelKind
 from optimum_prune.calibration.rows import Stream, guarded, reading
 from optimum_prune.config import IN_MEMORY, CalibrationConfig
 from optimum_prune.errors import CalibrationError, unknown
+from optimum_prune.fetching import unreachable
 
 DATASET_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:\S+)?")
 
@@ -98,9 +100,29 @@ def _from_hub(source: str, config: CalibrationConfig, chosen: Chosen) -> Source:
         )
     import datasets
 
+    silent = unreachable()
     with reading(f"dataset {source!r}, split {config.split!r} (no file or folder has this name)"):
-        dataset = datasets.load_dataset(path, name or None, split=config.split)
+        try:
+            with _offline(silent is not None):
+                dataset = datasets.load_dataset(path, name or None, split=config.split)
+        except ConnectionError:
+            if silent is None:
+                raise
+            raise ConnectionError(f"the Hub cannot be reached ({silent}), and the cache does not hold it") from None
     return chosen(dataset, f"dataset {source!r}")
+
+
+@contextmanager
+def _offline(on: bool) -> Iterator[None]:
+    """Let `datasets` read its cache alone, as HF_DATASETS_OFFLINE does, which it reads only when it is imported."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or on
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def _from_folder(path: str, name: str | None, config: CalibrationConfig, chosen: Chosen) -> Source:

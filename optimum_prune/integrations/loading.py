@@ -17,7 +17,7 @@ from optimum_prune import registry
 from optimum_prune.binding import adapter_for
 from optimum_prune.configs import METHOD, block, block_method, describe_ties_
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
-from optimum_prune.fetching import HUB_KWARGS, cached_commit, fetch, hub_shapes, weight_files
+from optimum_prune.fetching import HUB_KWARGS, cached_commit, fetch, hub_shapes, reachable, unreachable, weight_files
 from optimum_prune.integrations.accounting import check_gguf, check_loading, load_on_meta, model_class
 from optimum_prune.integrations.headers import stored_shapes
 from optimum_prune.integrations.packing import STORAGE
@@ -47,6 +47,9 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """
     if "output_loading_info" in kwargs:
         raise InvalidConfig("output_loading_info cannot be passed: weights that are missing are an error anyway.")
+    kwargs = reachable(name_or_path, **kwargs)
+    if kwargs.get("local_files_only"):  # transformers does not apply it to the search for an adapter
+        kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     shared = _shared(kwargs)
     kwargs["trust_remote_code"] = shared["trust_remote_code"]
     with loading(name_or_path):
@@ -87,7 +90,7 @@ def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any)
             class does not read.
     """
     with loading(name_or_path):
-        shared = _shared(kwargs)
+        shared = _shared(reachable(name_or_path, **kwargs))
         config = AutoConfig.from_pretrained(name_or_path, **shared)
         loader = model_class(config, registry.load("adapters", config.model_type))
         _check_plain(name_or_path, config)
@@ -171,7 +174,7 @@ def load_companions(model: PreTrainedModel, name_or_path: str | Path, **kwargs: 
     Raises:
         CheckpointError: the tokenizer or the processor is code of its own, and `trust_remote_code` was not given.
     """
-    shared = _shared(kwargs)
+    shared = _shared(reachable(name_or_path, **kwargs))
     processor = None
     if adapter_for(model).auto_class == "AutoModelForImageTextToText":
         try:
@@ -221,6 +224,8 @@ def loading(name_or_path: str | Path) -> Iterator[None]:
         if _is_own_code(error):
             raise CheckpointError(f"{name_or_path} cannot be loaded: {OWN_CODE}.") from error
         where = "" if Path(name_or_path).exists() else " (no folder of that name is here)"
+        if where and isinstance(error, OSError) and (silent := unreachable(ask=False)) is not None:
+            reason = f"the Hub cannot be reached ({silent}), and the cache does not hold all of it."
         raise CheckpointError(f"{name_or_path} cannot be loaded{where}: {reason}") from error
 
 
