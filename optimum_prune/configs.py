@@ -23,6 +23,10 @@ PER_LAYER = "per_layer"
 """Key in that block: path of a stack -> layer -> config attribute -> count; and lists of names, see `sizes.LISTS`."""
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Config attributes with an entry for every layer. By name, since a list of end tokens may happen to be as long."""
+FIRST_LAYERS = ("max_window_layers",)
+"""Config attributes that count the layers at the start of a stack which differ from the others (Qwen2, Qwen3)."""
+PERIODS = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Config attributes with the period of full attention among sliding attention (Gemma 3)."""
 
 
 def stack_config(config: PreTrainedConfig, stack: Stack) -> Any:
@@ -52,12 +56,55 @@ def layer_types(config: Any, kept: Sequence[int] | None = None) -> list[str] | N
 
 
 def keep_layers_(configs: Iterable[PreTrainedConfig], stack: Stack, kept: Sequence[int]) -> None:
-    """Make configs describe those layers of a stack that are kept: their number, and every list by layer."""
+    """Make configs describe those layers of a stack that are kept: their number, and all that goes by layers."""
     for config in configs:
         setattr(config, str(stack.depth), len(kept))
         for name in LISTS:
             if (entries := getattr(config, name, None)) is not None:
                 setattr(config, name, [entries[layer] for layer in kept])
+        for name in FIRST_LAYERS:
+            if (first := getattr(config, name, None)) is not None:
+                setattr(config, name, sum(layer < first for layer in kept))
+        for name in PERIODS:
+            if (period := getattr(config, name, None)) is not None:
+                setattr(config, name, _period(config.layer_types, period))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _period(kinds: Sequence[str], before: int) -> int | None:
+    """Return the period of full attention, by which layer i has it where `i + 1` is a multiple; None without one.
+
+    Several may fit a short list: then the one from before is kept.
+    """
+    full = [kind == "full_attention" for kind in kinds]
+    fitting = (p for p in (before, *range(1, len(kinds) + 2)) if full == [i % p == 0 for i in range(1, len(kinds) + 1)])
+    return next(fitting, None)
+
+
+def kinds_follow_rule(config: Any) -> bool:
+    """Tell whether a config's class would derive the same `layer_types` from its other attributes.
+
+    Readers that know no `layer_types` go by that rule: older versions of transformers, converters, some servers.
+    """
+    kinds = layer_types(config)
+    if kinds is None:
+        return True
+    names = ("num_hidden_layers", "use_sliding_window", "sliding_window", *FIRST_LAYERS)
+    given = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    periods = {getattr(config, name) for name in PERIODS if hasattr(config, name)}
+    if None in periods:
+        return False
+    if periods:
+        given["sliding_window_pattern"] = periods.pop()
+    derived = layer_types(type(config)(**given))
+    return derived is None or derived == kinds
+
+
+def irregular(path: str, how: str) -> str:
+    """Warn of readers that derive each layer's kind of attention; `how`: "no longer" or "may no longer"."""
+    return (
+        f"The kinds of attention in {path} {how} follow the rule of the model's class. Readers that do not know "
+        "layer_types (older versions of transformers, converters) compute something else."
+    )
 
 
 def make_plain_(config: PreTrainedConfig, declared: Sequence[Stack]) -> None:

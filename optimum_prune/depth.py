@@ -23,7 +23,7 @@ from optimum_prune.binding import (
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.influence import mean_influence
 from optimum_prune.config import PruningConfig
-from optimum_prune.configs import layer_types, stack_config
+from optimum_prune.configs import irregular, kinds_follow_rule, layer_types, stack_config
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.ranked import RankedTargets, difference
 from optimum_prune.report import GroupReport
@@ -104,6 +104,10 @@ class DepthPool:
                 skip_(model, self.found, layer, self.unit)
         return reports
 
+    def follows_rule(self, model: PreTrainedModel) -> bool:
+        """Tell whether the class would derive the kinds of attention of the stack's layers; see `kinds_follow_rule`."""
+        return kinds_follow_rule(stack_config(model.config, self.found.stack))
+
     def _report(self, layer: Layer, kept: list[int]) -> GroupReport:
         return GroupReport(
             name=layer.name,
@@ -162,7 +166,9 @@ class DepthTargets(RankedTargets):
 
     def cut_(self, model: PreTrainedModel, kept: Mapping[str, Tensor]) -> list[GroupReport]:
         """Drop and skip, and make the config truthful."""
+        regular = [pool for pool in self.pools if pool.follows_rule(model)]
         reports = [report for pool in self.pools for report in pool.cut_(model, kept)]
+        self.note(irregular(pool.stack, "no longer") for pool in regular if not pool.follows_rule(model))
         describe_(model)
         return reports
 

@@ -8,7 +8,15 @@ from transformers import PreTrainedModel
 from optimum_prune.binding import bind
 from optimum_prune.bounds import Range
 from optimum_prune.config import PruningConfig
-from optimum_prune.depth import BLOCK, DepthPool, DepthTargets, Layer, find_depth_targets, generation_warnings
+from optimum_prune.configs import irregular, layer_types, stack_config
+from optimum_prune.depth import (
+    BLOCK,
+    DepthPool,
+    DepthTargets,
+    Layer,
+    find_depth_targets,
+    generation_warnings,
+)
 from optimum_prune.planning.costs import TARGETED, cost_of_layers
 from optimum_prune.planning.layout import Forecast, ask, skeleton_of
 from optimum_prune.planning.outlook import Outlook
@@ -26,8 +34,17 @@ def depth_outlook(model: PreTrainedModel, targets: DepthTargets, config: Pruning
         totals=[_total(pool, costs[TARGETED]) for pool, costs in zip(targets.pools, removed, strict=True)],
         removed=removed,
         layout=_layout(targets, skeleton, removed),
-        warnings=generation_warnings(skeleton),
+        warnings=[
+            *(irregular(pool.stack, "may no longer") for pool in targets.pools if _mixes(model, pool)),
+            *generation_warnings(skeleton),
+        ],
     )
+
+
+def _mixes(model: PreTrainedModel, pool: DepthPool) -> bool:
+    """Tell whether blocks go from a stack whose layers have several kinds of attention, by the rule of the class."""
+    kinds = layer_types(stack_config(model.config, pool.found.stack)) or ()
+    return pool.unit == BLOCK and pool.remove > 0 and len({*kinds}) > 1 and pool.follows_rule(model)
 
 
 def _layout(targets: DepthTargets, skeleton: PreTrainedModel, removed: Sequence[Mapping[str, Range]]) -> Forecast:
