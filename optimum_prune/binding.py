@@ -327,8 +327,10 @@ def _check_ties(bound: Sequence[BoundGroup], selected: Sequence[BoundGroup]) -> 
 
 
 def _check(group: BoundGroup) -> None:
-    for name, path in zip(group.linear_names, group.group.writers + group.group.readers, strict=True):
-        module = submodule(group.block, path)
+    """Check that a group's modules are plain linears whose axes fall into equal units."""
+    names, paths = group.linear_names, group.group.writers + group.group.readers
+    modules = [submodule(group.block, path) for path in paths]
+    for name, module in zip(names, modules, strict=True):
         if module is None:
             raise UnsupportedModel(f"{name} is missing: the blocks are not those of a known model.")
         if not _is_plain(module):
@@ -336,14 +338,15 @@ def _check(group: BoundGroup) -> None:
                 f"{name} is a {_describe(module)}, not a plain linear layer: the model is quantised or wrapped. "
                 "Prune the plain model (load without a quantizer, merge or unload adapters), then quantise or tune."
             )
-    axes = [linear.weight.shape[0] for linear in group.writers] + [linear.weight.shape[1] for linear in group.readers]
+    units, writers = group.num_units, len(group.group.writers)
     # A table is read by head: one column each.
-    if any(table.weight.shape[1] != group.num_units for table in group.tables):
-        raise UnsupportedModel(f"{group.name} has {group.num_units} units, but its table has not as many columns.")
-    for name, width in zip(group.linear_names, axes, strict=True):
-        if group.num_units == 0 or width % group.num_units:
+    if any(table.weight.shape[1] != units for table in group.tables):
+        raise UnsupportedModel(f"{group.name} has {units} units, but its table has not as many columns.")
+    for place, (name, module) in enumerate(zip(names, modules, strict=True)):
+        width = module.weight.shape[0 if place < writers else 1]  # pyright: ignore[reportOptionalMemberAccess]
+        if units == 0 or width % units:
             raise UnsupportedModel(
-                f"{name} carries {width} rows or columns, which do not fall into {group.num_units} equal units."
+                f"{name} carries {width} rows or columns, which do not fall into {units} equal units."
             )
 
 

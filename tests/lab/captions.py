@@ -15,7 +15,7 @@ from tests.lab.text import BOS, EOS, PAD
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BATCH = 64
+BATCH = 32
 PATCH = 8  # pixels on a side
 IMAGE, UNKNOWN = "<image>", "<unk>"
 TRAINED, MEASURED, SHOWN = 8192, 512, 256  # pictures

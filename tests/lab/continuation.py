@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.lab import text
 from tests.lab.measure import mean_loss, unigram_loss
 
-BATCH = 16
+BATCH = 8
 
 
 class Continuation:

@@ -65,8 +65,8 @@ class Recipe:
 
     task: type[Task]
     build: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
-    steps: int = 400
-    learning_rate: float = 3e-3
+    steps: int = 200
+    learning_rate: float = 0.03
 
 
 def llama(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
@@ -145,7 +145,7 @@ RECIPES = {
     "qwen2": Recipe(Continuation, qwen2),
     "qwen3": Recipe(Continuation, qwen3),
     "opt": Recipe(Continuation, opt),
-    "t5": Recipe(Spans, t5, learning_rate=4e-3),
+    "t5": Recipe(Spans, t5),
     "llava": Recipe(Captions, llava),
 }
 

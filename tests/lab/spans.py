@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from tests.lab import text
 from tests.lab.measure import unigram_loss
 
-BATCH = 16
+BATCH = 8
 SENTINELS = 32
 
 
