@@ -145,7 +145,7 @@ RECIPES = {
     "qwen2": Recipe(Continuation, qwen2),
     "qwen3": Recipe(Continuation, qwen3),
     "opt": Recipe(Continuation, opt),
-    "t5": Recipe(Spans, t5),
+    "t5": Recipe(Spans, t5, learning_rate=0.05),
     "llava": Recipe(Captions, llava),
 }
 

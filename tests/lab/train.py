@@ -14,7 +14,7 @@ from tests.lab.recipes import Recipe, Task
 
 SEED = 0
 WEIGHT_DECAY = 0.1
-ADAM_LEARNING_RATE = 3e-3
+ADAM_LEARNING_RATE = 8e-3
 
 
 def train(recipe: Recipe, name: str) -> tuple[Any, Any, dict[str, float]]:
