@@ -329,7 +329,7 @@ def _check_ties(bound: Sequence[BoundGroup], selected: Sequence[BoundGroup]) -> 
 def _check(group: BoundGroup) -> None:
     """Check that a group's modules are plain linears whose axes fall into equal units."""
     names, paths = group.linear_names, group.group.writers + group.group.readers
-    modules = [submodule(group.block, path) for path in paths]
+    modules: list[Any] = [submodule(group.block, path) for path in paths]
     for name, module in zip(names, modules, strict=True):
         if module is None:
             raise UnsupportedModel(f"{name} is missing: the blocks are not those of a known model.")
@@ -343,7 +343,7 @@ def _check(group: BoundGroup) -> None:
     if any(table.weight.shape[1] != units for table in group.tables):
         raise UnsupportedModel(f"{group.name} has {units} units, but its table has not as many columns.")
     for place, (name, module) in enumerate(zip(names, modules, strict=True)):
-        width = module.weight.shape[0 if place < writers else 1]  # pyright: ignore[reportOptionalMemberAccess]
+        width = module.weight.shape[0 if place < writers else 1]
         if units == 0 or width % units:
             raise UnsupportedModel(
                 f"{name} carries {width} rows or columns, which do not fall into {units} equal units."
