@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from optimum_prune.integrations.layouts import save_checkpoint
 from tests.benchmarks.smollm2 import load_pruner, texts
 
 START = "import sys; import optimum_prune.pruner, optimum_prune.recovery.recover; from optimum_prune import *; "
@@ -37,7 +38,7 @@ def run(model: str | None = None) -> None:
         if model is None:
             pruner = load_pruner()
             model = f"{root}/dense"
-            pruner.model.save_pretrained(model)
+            save_checkpoint(pruner.model, model)
             pruner.tokenizer.save_pretrained(model)
             del pruner
         source = f"{root}/text.txt"

@@ -18,6 +18,7 @@ BENCHMARKS = (
     "masks",
     "induction",
     "recovery",
+    "evaluation",
     "hub",
 )
 
