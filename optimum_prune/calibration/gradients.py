@@ -249,8 +249,8 @@ def check_head(model: PreTrainedModel) -> None:
 
 def _no_logits(model: PreTrainedModel) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of. Choose a scorer "
-        "that needs no gradients, e.g. 'wanda' or 'magnitude', or load the model with its language-model head."
+        f"{type(model).__name__} gives no logits (batch, tokens, vocabulary) to take gradients of: it has no "
+        "language-model head. Choose a scorer that needs no gradients, e.g. 'wanda' or 'magnitude'."
     )
 
 

@@ -100,7 +100,7 @@ def check_loading(source: str | Path, model: PreTrainedModel, info: Info) -> Non
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"{source} lacks {_shown(missing)}, which {kind} needs{_named(model)} and would make up at random. "
-            "Load it with a class that needs no others, and pass the model: Pruner(model, tokenizer)."
+            "Load the model with a class that needs no others, and pass it: Pruner(model, tokenizer)."
         )
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
@@ -160,9 +160,9 @@ def _gguf_header(file: Path, _modified: int) -> tuple[str, frozenset[str]]:
 
 def _unread(source: str | Path, model: PreTrainedModel, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{source} holds {_shown(names)}, which {type(model).__name__} does not read{_named(model)}, so a save would "
-        "lose them. Load it with the class that reads all of them, or, if they may be lost, with any other, and pass "
-        "the model: Pruner(model, tokenizer)."
+        f"{source} holds {_shown(names)}, which {type(model).__name__} does not read{_named(model)} and a save would "
+        "drop. Load the model with a class that reads every tensor, or, if these may be lost, with any class, and pass "
+        "it: Pruner(model, tokenizer)."
     )
 
 

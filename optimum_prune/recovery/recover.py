@@ -28,6 +28,7 @@ from optimum_prune.recovery.report import Losses, RecoveryReport
 from optimum_prune.recovery.sources import SELF, asked_of, shares
 from optimum_prune.recovery.teacher import CachedTeacher, LiveTeacher, Teacher, beside, collating, indexed
 from optimum_prune.recovery.training import train
+from optimum_prune.wrapping import check_language_model
 
 Dense = Callable[[], PreTrainedModel]
 """Loads the dense model."""
@@ -147,6 +148,7 @@ def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibratio
     Raises:
         PruningError: one of its kinds; says what to do.
     """
+    check_language_model(model, "recovered")
     check_trainer_options(config.trainer_options)
     target_modules(model, config)
     if config.seq_len == 1 and model_kind(model) == "decoder":

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from optimum_prune import CheckpointError, InvalidConfig, Pruner, PruningConfig, UnsupportedModel
+from optimum_prune import CheckpointError, InvalidConfig, Pruner, PruningConfig, RecoveryConfig, UnsupportedModel
 from optimum_prune.integrations import accounting
 from optimum_prune.integrations.loading import load_model, load_skeleton
 from tests.integrations.hub_server import Fault, contents, loopback
@@ -75,10 +75,13 @@ def test_the_class_that_the_config_names(name, tmp_path):
     assert torch.equal(one, other)
 
 
-def test_a_class_without_a_head_is_evaluated_by_nobody(tmp_path):
+def test_a_class_without_a_head_predicts_no_tokens(tmp_path):
     transformers.LlamaForTokenClassification(llama().config).save_pretrained(tmp_path)
+    pruner = Pruner.from_pretrained(tmp_path)
     with pytest.raises(InvalidConfig, match="Only language models can be evaluated, and LlamaForTokenCl"):
-        Pruner.from_pretrained(tmp_path).evaluate([[1, 2, 3]])
+        pruner.evaluate([[1, 2, 3]])
+    with pytest.raises(InvalidConfig, match="Only language models can be recovered, and LlamaForTokenCl"):
+        pruner.recover(RecoveryConfig([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("build", [llama, lambda: qwen2(tie_word_embeddings=True), opt, gemma3, t5, llava])
@@ -88,7 +91,7 @@ def test_tensors_that_nobody_reads(build, tmp_path):
     model = build()
     for message in refusals(saved(model, tmp_path, **extra)):
         assert "mtp.0.proj.weight, v_head.summary.weight, which " in message
-        assert f"{type(model).__name__} does not read, so a save would lose them." in message
+        assert f"{type(model).__name__} does not read and a save would drop." in message
 
 
 def test_many_tensors_are_counted(tmp_path):
