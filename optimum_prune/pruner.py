@@ -21,6 +21,7 @@ from optimum_prune.integrations.companions import Companions
 from optimum_prune.integrations.hub import Destination, prepare, save_and_upload
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.loading import load_companions, load_model, load_skeleton, same_record
+from optimum_prune.integrations.metadata import given_metadata
 from optimum_prune.integrations.reading import copy_adapter, find_report
 from optimum_prune.integrations.unpadding import is_padded, unpad_
 from optimum_prune.measurements import Evaluation, check_evaluation, comparison
@@ -284,6 +285,8 @@ class Pruner:
         storage: str = "dense",
         class_switch: bool = False,
         verify: bool = True,
+        base_model: str | None = None,
+        license: str | None = None,
         card_data: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
@@ -308,17 +311,24 @@ class Pruner:
             class_switch: where Llama's config refuses the number of heads, `"auto"` and `"stock"` may write the Mistral
                 that computes the same; `model` stays what it is.
             verify: check that what was written will load, and fail here instead of later.
-            card_data: metadata of the model card that is known better than what can be found, e.g. `base_model`,
-                `license`, `language`.
+            base_model: Hub id of the dense model, for card and report; needed where it was loaded from a folder.
+            license: the Hub's identifier of the licence, for the card, e.g. `"apache-2.0"`; by default that of the card
+                of the model's source.
+            card_data: other metadata of the card that is known better than what can be found, e.g. `language`.
             kwargs: for transformers' `save_pretrained`, e.g. `max_shard_size`.
 
         Returns:
             The layout written.
 
         Raises:
-            InvalidConfig: an unknown layout or storage, or the layout cannot hold this model.
+            InvalidConfig: an unknown layout, storage or licence, or the layout cannot hold this model.
             CheckpointError: it cannot be written there, or would not load again.
         """
+        given = given_metadata(base_model, license)
+        if given and self.report is None:
+            raise InvalidConfig(
+                f"{' and '.join(given)} cannot be noted: without a report of the pruning no card is written."
+            )
         self._stages.notice_changes()
         record = getattr(self.model.config, "pruning_config", None)
         if self.report is not None and not same_record(self.report, record or {}):
@@ -326,6 +336,9 @@ class Pruner:
                 "The model was pruned again without this Pruner, whose report and card would be false. Use "
                 "Pruner.prune(), or save with model.save_pretrained()."
             )
+        if base_model is not None and self.report is not None:
+            self.report.name_base(base_model)
+            self._record()
         options = {"layout": layout, "storage": storage, "class_switch": class_switch, "verify": verify}
         companions = Companions(
             target=Path(directory),
@@ -335,7 +348,7 @@ class Pruner:
             adapter=self._stages.adapter and self._stages.adapter.name,
             report=self.report,
             evaluations=self.evaluations,
-            card_data=card_data,
+            card_data=dict(card_data or {}) | given,
         )
         layout = save_checkpoint(self.model, directory, companions=companions.write, **options, **kwargs)
         if self._origin.folder is not None and self._origin.folder.resolve() == Path(directory).resolve():
@@ -352,6 +365,8 @@ class Pruner:
         create_pr: bool = False,
         commit_message: str | None = None,
         token: str | None = None,
+        base_model: str | None = None,
+        license: str | None = None,
         **kwargs: Any,
     ) -> str:
         """Save the model, and upload all of it in one commit, in place of an older checkpoint.
@@ -368,7 +383,9 @@ class Pruner:
             create_pr: propose the files by a pull request.
             commit_message: first line of the commit, and title of the pull request.
             token: by default that of `hf auth login` or `HF_TOKEN`.
-            kwargs: for `save_pretrained`.
+            base_model: as for `save_pretrained`.
+            license: likewise.
+            kwargs: others for `save_pretrained`.
 
         Returns:
             The address of the repository, branch or pull request.
@@ -378,8 +395,9 @@ class Pruner:
             CheckpointError: as `save_pretrained`.
             PublishError: the Hub refused, or did not answer.
         """
+        given = given_metadata(base_model, license)  # refused before a repository is made
         to = prepare(Destination(repo_id, private, revision, create_pr, commit_message, token))
-        return save_and_upload(lambda folder: self.save_pretrained(folder, **kwargs), to, directory)
+        return save_and_upload(lambda folder: self.save_pretrained(folder, **kwargs, **given), to, directory)
 
     def unpad(self) -> None:
         """Cut the padding of a model that was loaded from a padded checkpoint, in place: it computes the same."""

@@ -251,6 +251,15 @@ class PruningReport:
         }
         return {key: value for key, value in record.items() if value is not None}
 
+    def name_base(self, base_model: str) -> None:
+        """Note the Hub id of the dense model, where it was loaded from a folder."""
+        if base_model != self.base_model:
+            self.base_model, self.base_revision = base_model, None
+            self.previous = [
+                {key: value for key, value in cut.items() if key != "base_revision"} | {"base_model": base_model}
+                for cut in self.previous
+            ]
+
     def save(self, path: str | os.PathLike[str], **more: Any) -> None:
         """Write `to_dict`, and what more there is to say, as a JSON file."""
         # On one line: with a line for every kept index, a large model's report has hundreds of thousands.

@@ -12,10 +12,11 @@ from typing import Any
 
 from safetensors import safe_open
 
-from optimum_prune.integrations.card import inherited_metadata, model_card
+from optimum_prune.integrations.card import model_card
 from optimum_prune.integrations.hub import published
 from optimum_prune.integrations.layouts import PICTURES
 from optimum_prune.integrations.loading import REPORT
+from optimum_prune.integrations.metadata import inherited_metadata
 from optimum_prune.measurements import Evaluation
 from optimum_prune.recovery.adapter import FOLDER, is_adapter
 from optimum_prune.report import PruningReport

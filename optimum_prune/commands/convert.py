@@ -7,7 +7,7 @@ from pathlib import Path
 from optimum.commands.base import CommandInfo
 
 from optimum_prune.commands.command import Command
-from optimum_prune.commands.flags import add_layout, add_storage, add_trust, loading_options
+from optimum_prune.commands.flags import add_card, add_layout, add_storage, add_trust, card_options, loading_options
 from optimum_prune.commands.output import check_output, save
 from optimum_prune.errors import InvalidConfig
 
@@ -25,14 +25,15 @@ class ConvertCommand(Command):
         parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
         add_layout(parser)
         add_storage(parser)
+        add_card(parser)
         add_trust(parser)
 
     @staticmethod
     def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
         check_output(args.output, args.model)
+        card_options(args)
 
-        from optimum_prune.integrations.card import inherited_metadata
         from optimum_prune.integrations.layouts import check_choice, check_stock
         from optimum_prune.integrations.loading import load_skeleton
         from optimum_prune.pruner import Pruner  # here, because it brings torch
@@ -52,4 +53,4 @@ class ConvertCommand(Command):
         pruner = Pruner.from_pretrained(args.model, **loading)
         if args.layout != "padded":
             pruner.unpad()
-        save(pruner, args, card_data=inherited_metadata(args.model))
+        save(pruner, args)

@@ -72,6 +72,30 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_card(parser: argparse.ArgumentParser) -> None:
+    """Declare what the model card says that no file may know."""
+    add = parser.add_argument
+    add("--base-model", metavar="ID", help="id on the Hub of the dense model, for the card, where --model is a folder")
+    add(
+        "--license",
+        metavar="NAME",
+        help="the Hub's name of the licence, e.g. apache-2.0 (default: of the source's card)",
+    )
+
+
+def card_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given of the flags of `add_card`, checked.
+
+    Raises:
+        InvalidConfig: `--base-model` can be no Hub id, or the Hub has no such licence.
+    """
+    if args.base_model is None and args.license is None:
+        return {}
+    from optimum_prune.integrations.metadata import given_metadata  # here, because it brings torch
+
+    return given_metadata(args.base_model, args.license)
+
+
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Declare how the weights are written."""
     parser.add_argument(

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from optimum_prune.commands.flags import card_options
 from optimum_prune.errors import InvalidConfig
 
 
@@ -59,13 +60,13 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
         raise InvalidConfig(f"--json {str(path)!r} cannot be written: {error.strerror}.") from error
 
 
-def save(pruner: Any, args: argparse.Namespace, **more: Any) -> None:
+def save(pruner: Any, args: argparse.Namespace) -> None:
     """Save as the flags say, and say where and how.
 
     Args:
         pruner: holds the model.
-        args: of a command with `--output`, and the flags of `add_layout` and `add_storage`.
-        more: for `Pruner.save_pretrained`.
+        args: of a command with `--output`, and the flags of `add_layout`, `add_storage` and `add_card`.
     """
-    how = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
-    print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how, **more)})")
+    how: dict[str, Any] = {"layout": args.layout, "storage": args.storage, "class_switch": args.class_switch}
+    how |= card_options(args)
+    print(f"Saved to {args.output} ({pruner.save_pretrained(args.output, **how)})")

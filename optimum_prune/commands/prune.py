@@ -12,12 +12,14 @@ from optimum_prune.commands.compare import CompareCommand
 from optimum_prune.commands.convert import ConvertCommand
 from optimum_prune.commands.evaluate import EvaluateCommand
 from optimum_prune.commands.flags import (
+    add_card,
     add_configs,
     add_evaluation,
     add_model,
     add_no_latency,
     add_recipe,
     add_storage,
+    card_options,
     check_evaluation_flags,
     evaluation_options,
     loading_options,
@@ -44,6 +46,7 @@ class RunCommand(Command):
         add = parser.add_argument
         add("--output", required=True, type=Path, metavar="DIR", help="folder to save to")
         add_storage(parser)
+        add_card(parser)
         add_evaluation(parser, required=False)
         add_no_latency(parser)
         add_publishing(parser)
@@ -55,6 +58,7 @@ class RunCommand(Command):
         """Do what was asked."""
         config = read_config(args)
         check_output(args.output, args.model)
+        card_options(args)
         check_evaluation_flags(args)
         measured = evaluation_options(args, config.calibration)
         recovery = read_recovery(args)

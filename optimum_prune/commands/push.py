@@ -8,6 +8,7 @@ from typing import Any
 from optimum.commands.base import CommandInfo
 
 from optimum_prune.commands.command import Command
+from optimum_prune.commands.flags import add_card, card_options
 from optimum_prune.errors import InvalidConfig
 
 HUB = "hub_"  # prefix of the flags of `run`, which would not speak of the Hub without it
@@ -32,14 +33,16 @@ class PushCommand(Command):
         parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the saved model")
         parser.add_argument("repo_id", metavar="REPO_ID", help="repository on the Hub: user/name; made if it is new")
         _add_options(parser)
+        add_card(parser)
 
     @staticmethod
     def work(args: argparse.Namespace) -> None:
         """Do what was asked."""
         from optimum_prune.integrations import hub  # here, because it brings torch
 
-        hub.check_directory(args.directory)
-        to = hub.prepare(hub.Destination(args.repo_id, **_options(args)))
+        to = hub.Destination(args.repo_id, **_options(args), **card_options(args))
+        hub.check_directory(args.directory, to)
+        to = hub.prepare(to)
         print(f"Uploaded to {hub.upload(args.directory, to)}")
 
 

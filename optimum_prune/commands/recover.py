@@ -11,12 +11,14 @@ from optimum_prune.checks import refuse
 from optimum_prune.commands.command import Command
 from optimum_prune.commands.flags import (
     RECOVERY_SECTION,
+    add_card,
     add_evaluation,
     add_fields,
     add_layout,
     add_model,
     add_no_latency,
     add_storage,
+    card_options,
     check_evaluation_flags,
     evaluation_options,
     given_fields,
@@ -49,6 +51,7 @@ class RecoverCommand(Command):
         _add_how(parser, "")
         add_layout(parser)
         add_storage(parser)
+        add_card(parser)
         add_evaluation(parser, required=False)
         add_no_latency(parser)
         add_fields(parser.add_argument_group("recovery"), RecoveryConfig)
@@ -59,6 +62,7 @@ class RecoverCommand(Command):
         recipe = read_recipe(args.recipe) if args.recipe else {}
         config = _merged(recipe.get(RECOVERY_SECTION, recipe), given_fields(args, RecoveryConfig))
         check_output(args.output, args.model)
+        card_options(args)
         check_evaluation_flags(args)
         measured = evaluation_options(args, config)
         if args.dense is None:

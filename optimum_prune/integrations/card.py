@@ -1,8 +1,6 @@
 """The model card of a pruned checkpoint: what was asked, what was achieved, and measured numbers only."""
 
-import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from optimum_prune import registry
 from optimum_prune.config import IN_MEMORY, without_paths
@@ -29,12 +26,6 @@ from optimum_prune.report import (
     is_hub_id,
 )
 
-logger = logging.getLogger(__name__)
-
-INHERITED = ("license", "license_name", "license_link", "language", "datasets")
-"""Metadata of a base model's card that is as true of the pruned model."""
-TIMEOUT = 5.0
-"""Seconds that the Hub is given to answer."""
 SPREAD = {
     "row": "ranked inside of every row of a matrix",
     "matrix": "ranked inside of every matrix",
@@ -56,6 +47,7 @@ def model_card(
     adapter: bool = False,
     pictures: Iterable[str] = (),
     left: Mapping[str, str] | None = None,
+    derived_from: str | list[str] | None = None,
     card_data: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """Write the card of a pruned model. Where it was pruned before, the card tells of all cuts from the dense model on.
@@ -72,6 +64,7 @@ def model_card(
         adapter: whether the adapter of a recovery is saved along.
         pictures: paths of those that are saved along, relative to the card.
         left: files of the model's source that are not saved along -> the reason.
+        derived_from: Hub ids of what the dense model was made of, for the metadata; used where it has no id itself.
         card_data: metadata that is known otherwise, e.g. from `inherited_metadata`; lists are added to ours.
     """
     given = dict(card_data or {})
@@ -84,7 +77,7 @@ def model_card(
     earlier = evaluations.get("pruned")  # of a model that was trained since
     calibration = _dataset(report.calibration["source"])[0] if report.calibration else None
     metadata = {
-        "base_model": base_model,
+        "base_model": base_model or derived_from,
         "library_name": "transformers",
         "pipeline_tag": "image-text-to-text" if reads_images else _pipeline_tag(architecture),
         **given,
@@ -138,45 +131,6 @@ def model_card(
     )
     sign_(card)
     return card
-
-
-def inherited_metadata(name_or_path: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Read licence, language and data sets from the card of a base model.
-
-    Args:
-        name_or_path: a local directory, or a Hub id: its card is looked for in the cache, then on the Hub
-            (unless `HF_HUB_OFFLINE` is set).
-
-    Returns:
-        What there is of `INHERITED`; nothing where the card cannot be read, as no save should fail for it.
-    """
-    if not name_or_path:
-        return {}
-    name = os.fspath(name_or_path)
-    try:
-        data = ModelCard(_read_card(name), ignore_metadata_errors=True).data.to_dict()
-        found = {key: data[key] for key in INHERITED if data.get(key)}
-        if "://" not in found.get("license_link", "://"):  # a file beside that card, which is not beside ours
-            link = found.pop("license_link")
-            if not os.path.exists(name):
-                found["license_link"] = hf_hub_url(name, link)
-    except Exception as error:
-        # A network, a server and a stranger's YAML fail in many ways. None of them is worth a save.
-        logger.info("No metadata is inherited from the card of %s: %s", name, error)
-        return {}
-    return found
-
-
-def _read_card(name: str) -> str:
-    if os.path.exists(name):
-        return (Path(name) / "README.md").read_text(encoding="utf-8-sig")
-    cached = try_to_load_from_cache(name, "README.md")
-    if isinstance(cached, str):
-        return Path(cached).read_text(encoding="utf-8-sig")
-    # Not hf_hub_download: without a network it tries again for 20 seconds.
-    response = get_session().get(hf_hub_url(name, "README.md"), headers=build_hf_headers(), timeout=TIMEOUT)
-    hf_raise_for_status(response)
-    return response.text
 
 
 def _plugin(layout: str, storage: str) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.integrations.beside import Origin, copy_beside
-from optimum_prune.integrations.card import inherited_metadata, model_card
+from optimum_prune.integrations.card import model_card
 from optimum_prune.integrations.layouts import PICTURES, Written
 from optimum_prune.integrations.loading import write_report
+from optimum_prune.integrations.metadata import derived_from, inherited_metadata
 from optimum_prune.integrations.signature import is_ours, spare_name
 from optimum_prune.measurements import Evaluation
 from optimum_prune.plots.pictures import save_pictures
@@ -71,6 +72,9 @@ class Companions:
 
     def _write_card(self, report: PruningReport, folder: Path, written: Written, left: Mapping[str, str]) -> None:
         pictures = save_pictures(folder / PICTURES, report, self.evaluations)
+        inherited: dict[str, Any] = {}
+        for source in dict.fromkeys((report.base_model, self.origin.name_or_path)):  # the nearer source knows better
+            inherited |= inherited_metadata(source, beside=folder)
         card = model_card(
             report,
             evaluations=self.evaluations,
@@ -83,7 +87,8 @@ class Companions:
             adapter=self.adapter is not None,
             pictures=[f"{PICTURES}/{picture.name}" for picture in pictures],
             left=left,
-            card_data=inherited_metadata(report.base_model) | dict(self.card_data or {}),
+            derived_from=derived_from(self.origin.name_or_path) or derived_from(report.base_model),
+            card_data=inherited | dict(self.card_data or {}),
         )
         card.save(folder / "README.md")
 

@@ -20,6 +20,7 @@ from optimum_prune.errors import CheckpointError, InvalidConfig, PublishError
 from optimum_prune.fetching import cause, fetch, fetch_json, said
 from optimum_prune.integrations.layouts import PICTURES, STALE
 from optimum_prune.integrations.loading import REPORT
+from optimum_prune.integrations.metadata import given_metadata, with_metadata
 from optimum_prune.integrations.signature import is_ours, spare_name
 from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import CONFIG, FOLDER
@@ -54,6 +55,8 @@ class Destination:
         create_pr: propose the files by a pull request.
         commit_message: first line of the commit, and title of the pull request.
         token: by default that of `hf auth login` or `HF_TOKEN`.
+        base_model: Hub id of the dense model, for the card that is sent; None leaves what the card says.
+        license: the same of the licence.
     """
 
     repo_id: str
@@ -62,6 +65,8 @@ class Destination:
     create_pr: bool = False
     commit_message: str | None = None
     token: str | None = field(default=None, repr=False)
+    base_model: str | None = None
+    license: str | None = None
 
 
 def prepare(to: Destination) -> Destination:
@@ -73,14 +78,15 @@ def prepare(to: Destination) -> Destination:
         The destination with the repository's full id.
 
     Raises:
-        InvalidConfig: an impossible id, settings that exclude each other, no token, or the repository exists and is not
-            as private as asked.
+        InvalidConfig: an impossible id or metadata, settings that exclude each other, no token, or the repository
+            exists and is not as private as asked.
         PublishError: the Hub refused, or did not answer.
     """
     try:
         validate_repo_id(to.repo_id)
     except HFValidationError as error:
         raise InvalidConfig(f"{to.repo_id!r} cannot be a repository's id; give user/name. {error}") from error
+    given_metadata(to.base_model, to.license)
     if to.create_pr and to.revision is not None:
         raise InvalidConfig(f"A pull request is made to main; leave out revision={to.revision!r} or create_pr.")
     if (to.token or get_token()) is None:
@@ -124,6 +130,7 @@ def upload(directory: str | Path, to: Destination) -> str:
     if not is_main():
         return address
     sent = _files(directory)
+    contents = {name: _published(name, path, to) for name, path in sent.items()}
     then = f" The checkpoint is whole in {directory}. To try again: `{_command(directory, to)}`"
     with _asking(f"Uploading to {to.repo_id}", then):
         listed = api.list_repo_files(to.repo_id, revision=to.revision)
@@ -131,8 +138,8 @@ def upload(directory: str | Path, to: Destination) -> str:
         commit = api.create_commit(
             to.repo_id,
             [
-                *(CommitOperationAdd(name, _published(path)) for name, path in sent.items()),
-                *(CommitOperationAdd(name, content) for name, content in _kept_words(to, sent, listed, card)),
+                *(CommitOperationAdd(name, content) for name, content in contents.items()),
+                *(CommitOperationAdd(name, content) for name, content in _kept_words(to, contents, listed, card)),
                 *(CommitOperationDelete(name) for name in _stale(sent, listed, card)),
             ],
             commit_message=to.commit_message or "Upload a model pruned by optimum_prune",
@@ -142,15 +149,17 @@ def upload(directory: str | Path, to: Destination) -> str:
     return commit.pr_url or address
 
 
-def check_directory(directory: str | Path) -> None:
-    """Refuse to publish what holds no checkpoint.
+def check_directory(directory: str | Path, to: Destination) -> None:
+    """Refuse to publish what holds no checkpoint, or no card for the metadata that was given.
 
     Raises:
-        CheckpointError: it is no folder, or has no `config.json` that can be read.
+        CheckpointError: it is no folder, or has no `config.json` that can be read, or no `README.md`.
     """
     if not Path(directory).is_dir():
         raise CheckpointError(f"{directory} is no folder; pass one that Pruner.save_pretrained wrote.")
     fetch_json(directory, "config.json")
+    if given_metadata(to.base_model, to.license) and not Path(directory, "README.md").is_file():
+        raise CheckpointError(f"{directory} has no README.md into which base_model and license could go.")
 
 
 @contextmanager
@@ -247,17 +256,18 @@ def _stale(sent: Collection[str], listed: Collection[str], card: bytes | None) -
 
 
 def _kept_words(
-    to: Destination, sent: Mapping[str, Path], listed: Collection[str], card: bytes | None
+    to: Destination, sent: Mapping[str, bytes | Path], listed: Collection[str], card: bytes | None
 ) -> list[tuple[str, bytes]]:
     """Return name and content under which somebody's `README.md` is kept, which would be replaced."""
-    if card is None or "README.md" not in sent or _is_ours(card) or card == sent["README.md"].read_bytes():
-        return []
 
     def read(name: str) -> bytes | None:
-        if name in sent:
-            return sent[name].read_bytes()
-        return _read(to, name) if name in listed else None
+        if name not in sent:
+            return _read(to, name) if name in listed else None
+        content = sent[name]
+        return content if isinstance(content, bytes) else content.read_bytes()
 
+    if card is None or "README.md" not in sent or _is_ours(card) or card == read("README.md"):
+        return []
     name = spare_name(card, read)
     if name is None:
         return []
@@ -280,8 +290,11 @@ def published(report: dict[str, Any]) -> dict[str, Any]:
     return without_paths(report if named else report | {"base_model": None})
 
 
-def _published(path: Path) -> bytes | Path:
-    """Return what is sent of a file: the file; of the report, its content without paths of this machine."""
+def _published(name: str, path: Path, to: Destination) -> bytes | Path:
+    """Return what is sent of a file: the file; of the report and the card, what others may and shall read."""
+    given = given_metadata(to.base_model, to.license)
+    if name == "README.md" and given:
+        return with_metadata(path.read_text(encoding="utf-8"), given).encode()
     if path.name != REPORT:
         return path
     return json.dumps(published(json.loads(path.read_text(encoding="utf-8")))).encode() + b"\n"
@@ -294,4 +307,6 @@ def _command(directory: Path, to: Destination) -> str:
     words += ["--revision", to.revision] if to.revision else []
     words += ["--create-pr"] if to.create_pr else []
     words += ["--commit-message", to.commit_message] if to.commit_message else []
+    words += ["--base-model", to.base_model] if to.base_model else []
+    words += ["--license", to.license] if to.license else []
     return shlex.join(words)

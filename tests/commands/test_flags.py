@@ -1,6 +1,7 @@
 """Flags that several commands share."""
 
 import pytest
+from huggingface_hub import ModelCard
 
 from optimum_prune import Pruner, PruningConfig
 from tests.own_code import rewrite, with_own_model, with_own_tokenizer
@@ -46,3 +47,36 @@ def test_plan_of_a_type_that_is_code_of_its_own(tmp_path, call_cli):
     error = "optimum-cli prune plan: error: "
     assert "--trust-remote-code" in complaint(call_cli(*words), error)
     assert "'own'" in complaint(call_cli(*words, "--trust-remote-code"), error)  # a type that nobody can prune
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run --model {dense} --output {it} --scorer magnitude --sparsity 0.3",
+        "recover --model {dense} --output {it}",
+        "convert {dense} --output {it}",
+        "push {dense} me/it",
+    ],
+)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--license", "MIT"], "Unknown license 'MIT'. Did you mean 'mit'?"),
+        (["--base-model", "./dense"], "base_model must be the id of a model on the Hub"),
+    ],
+)
+def test_card_flags_are_refused_early(command, flags, message, dense, tmp_path, call_cli, loads_nothing):
+    words = command.format(dense=dense, it=tmp_path / "it").split()
+    assert message in complaint(call_cli(*words, *flags), f"optimum-cli prune {words[0]}: error: ")
+    assert not (tmp_path / "it").exists()
+
+
+def test_card_flags(dense, tmp_path, call_cli):
+    """Given to `run`, they hold for what is made of its output; given later, they change it."""
+    run = ["run", "--model", dense, "--output", tmp_path / "it", "--scorer", "magnitude", "--sparsity", 0.3]
+    assert call_cli(*run, "--base-model", "org/dense", "--license", "mit")[0] == 0
+    assert call_cli("convert", tmp_path / "it", "--output", tmp_path / "other", "--layout", "padded")[0] == 0
+    assert call_cli("convert", tmp_path / "it", "--output", tmp_path / "third", "--license", "apache-2.0")[0] == 0
+    for folder, license in (("it", "mit"), ("other", "mit"), ("third", "apache-2.0")):
+        data = ModelCard.load(tmp_path / folder / "README.md").data
+        assert (data.get("base_model"), data.get("license")) == ("org/dense", license)

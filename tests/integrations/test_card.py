@@ -1,24 +1,17 @@
 """Model cards: valid, measured, and silent about what is not known."""
 
 import ast
-import http.server
-import logging
 import math
 import re
-import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 
-import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimum_prune.integrations import card as card_module
-from optimum_prune.integrations.card import inherited_metadata, model_card
+from optimum_prune.integrations.card import model_card
 from tests.reports import DATA, DENSE, PRUNED, masked, recovery, report
 
 BOTH = {"dense": DENSE, "pruned": PRUNED}
@@ -372,100 +365,3 @@ def test_the_same_inputs_give_the_same_card(tmp_path, monkeypatch):
     first = str(model_card(report(), evaluations=BOTH, layout="stock"))
     monkeypatch.chdir(tmp_path)
     assert str(model_card(report(), evaluations=BOTH, layout="stock")) == first
-
-
-class TestInheritance:
-    CARD = """\
----
-license: other
-license_name: their-license
-license_link: LICENSE
-language:
-- en
-datasets:
-- org/pretraining
-tags:
-- theirs
-model-index: broken
----
-# Theirs
-"""
-
-    @pytest.fixture
-    def hub(self, monkeypatch):
-        """A server that has the card of one model, and counts requests."""
-        requests = []
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                requests.append(self.path)
-                found = self.path == "/some-org/some-model/README.md"
-                self.send_response(200 if found else 404)
-                self.end_headers()
-                self.wfile.write(TestInheritance.CARD.encode() if found else b"")
-
-            def log_message(self, *args):
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(card_module, "hf_hub_url", lambda name, file: f"{url}/{name}/{file}")
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        yield requests
-        server.shutdown()
-        server.server_close()
-
-    def test_of_a_local_directory(self, tmp_path):
-        (tmp_path / "README.md").write_text(self.CARD)
-        assert inherited_metadata(tmp_path) == {
-            "license": "other",
-            "license_name": "their-license",
-            "language": ["en"],
-            "datasets": ["org/pretraining"],
-        }
-
-    def test_of_the_hub(self, hub):
-        found = inherited_metadata("some-org/some-model")
-        assert found["license"] == "other"
-        assert re.fullmatch(r"http://.*/some-org/some-model/LICENSE", found["license_link"])
-        assert hub == ["/some-org/some-model/README.md"]
-
-    def test_of_the_cache(self, hub, tmp_path, monkeypatch):
-        cached = tmp_path / "README.md"
-        cached.write_text("---\nlicense: mit\n---\n")
-        monkeypatch.setattr(card_module, "try_to_load_from_cache", lambda name, file: str(cached))
-        assert inherited_metadata("some-org/some-model") == {"license": "mit"}
-        assert hub == []
-
-    def test_offline(self, hub, monkeypatch, caplog):
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with caplog.at_level(logging.INFO, logger=card_module.__name__):
-            assert inherited_metadata("some-org/some-model") == {}
-        assert "offline mode is enabled" in caplog.text
-        assert hub == []
-
-    def test_of_a_model_without_a_card(self, hub, caplog):
-        with caplog.at_level(logging.INFO, logger=card_module.__name__):
-            assert inherited_metadata("some-org/other-model") == {}
-        assert "some-org/other-model: " in caplog.text
-
-    def test_a_hub_out_of_reach_is_given_up_at_once(self, monkeypatch, caplog):
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(card_module, "hf_hub_url", lambda name, file: "http://127.0.0.1:9/README.md")
-        start = time.monotonic()
-        assert inherited_metadata("some-org/some-model") == {}
-        assert time.monotonic() - start < 2 * card_module.TIMEOUT
-        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-    @pytest.mark.parametrize(
-        "content", ["", "no metadata", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "---\nlicense:\n---\n"]
-    )
-    def test_of_a_card_that_says_nothing(self, tmp_path: Path, content):
-        (tmp_path / "README.md").write_text(content)
-        assert inherited_metadata(tmp_path) == {}
-
-    def test_of_nothing(self, tmp_path: Path):
-        assert inherited_metadata(None) == {}
-        assert inherited_metadata(tmp_path) == {}
-        assert inherited_metadata(tmp_path / "gone") == {}

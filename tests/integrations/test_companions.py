@@ -3,8 +3,9 @@
 import logging
 
 import pytest
+from huggingface_hub import ModelCard
 
-from optimum_prune import Pruner, PruningConfig
+from optimum_prune import InvalidConfig, Pruner, PruningConfig, RecoveryConfig
 from optimum_prune.integrations import companions
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.signature import is_ours
@@ -103,3 +104,67 @@ def test_failing_save_leaves_the_words_where_they_are(pruner, tmp_path, monkeypa
     with pytest.raises(ZeroDivisionError):
         pruner.save_pretrained(tmp_path / "it")
     assert readmes(tmp_path / "it") == {"README.md": b"mine"}
+
+
+# Metadata of a model that lies in a folder
+
+
+@pytest.fixture
+def local(tmp_path):
+    """Return a pruner of a model without a card."""
+    llama().save_pretrained(tmp_path / "dense")
+    tokenizer().save_pretrained(tmp_path / "dense")
+    pruner = Pruner.from_pretrained(tmp_path / "dense")
+    pruner.prune(CUT)
+    return pruner
+
+
+def metadata(folder):
+    data = ModelCard.load(folder / "README.md").data
+    return data.get("base_model"), data.get("license")
+
+
+def test_nothing_is_known_of_a_folder(local, tmp_path):
+    local.save_pretrained(tmp_path / "it")
+    assert metadata(tmp_path / "it") == (None, None)
+
+
+def test_base_model_and_license_are_noted_for_good(local, tmp_path):
+    """In card and report, and in those of all that is made of the checkpoint; even where a folder is pruned twice."""
+    local.prune(CUT)
+    local.save_pretrained(tmp_path / "it", base_model="org/dense", license="mit")
+    again = Pruner.from_pretrained(tmp_path / "it")
+    again.recover(RecoveryConfig([[7] * (12 + i) for i in range(6)], max_steps=1, batch_size=2))
+    again.save_pretrained(tmp_path / "recovered", "padded")
+    for folder in (tmp_path / "it", tmp_path / "recovered"):
+        assert metadata(folder) == ("org/dense", "mit")
+        card = (folder / "README.md").read_text()
+        assert "# dense-magnitude30\n\n`org/dense`, pruned" in card and "--model org/dense " in card
+        assert str(tmp_path) not in card
+    record = again.model.config.pruning_config
+    assert record["base_model"] == "org/dense" and record["previous"][0]["base_model"] == "org/dense"
+    assert Pruner.from_pretrained(tmp_path / "recovered").report is not None  # it speaks of the same pruning
+
+
+def test_what_is_given_counts_more_than_what_is_found(local, tmp_path):
+    (tmp_path / "dense" / "README.md").write_text("---\nlicense: mit\nbase_model: org/parent\n---\n# Dense\n")
+    local.save_pretrained(tmp_path / "found")
+    assert metadata(tmp_path / "found") == ("org/parent", "mit")
+    # org/parent is not what was pruned
+    assert "A llama model, pruned" in (tmp_path / "found" / "README.md").read_text()
+    assert "--model org/parent" not in (tmp_path / "found" / "README.md").read_text()
+    Pruner.from_pretrained(tmp_path / "found").save_pretrained(tmp_path / "copy")
+    assert (tmp_path / "copy" / "README.md").read_bytes() == (tmp_path / "found" / "README.md").read_bytes()
+    card_data = {"license": "gemma", "language": "en"}
+    local.save_pretrained(tmp_path / "given", base_model="org/dense", license="other", card_data=card_data)
+    assert metadata(tmp_path / "given") == ("org/dense", "other")
+
+
+def test_refused_before_anything_is_written(local, tmp_path):
+    for given in ({"license": "MIT"}, {"base_model": str(tmp_path)}):
+        with pytest.raises(InvalidConfig):
+            local.save_pretrained(tmp_path / "it", **given)
+    with pytest.raises(InvalidConfig, match="license cannot be noted: without a report"):
+        Pruner(llama(), tokenizer()).save_pretrained(tmp_path / "it", license="mit")
+    assert not (tmp_path / "it").exists()
+    assert local.report.base_model == str(tmp_path / "dense")

@@ -8,12 +8,14 @@ import time
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from huggingface_hub.utils import get_session
 
 from optimum_prune import Pruner, PruningConfig, RecoveryConfig
 from optimum_prune.errors import CheckpointError, InvalidConfig, PublishError
 from optimum_prune.integrations import hub as publishing
 from optimum_prune.integrations.hub import Destination, check_directory, prepare, upload
+from optimum_prune.integrations.signature import is_ours
 from tests.integrations.hub_server import Fault, contents, elsewhere, loopback
 from tests.models import llama, source, tokens
 from tests.processes import answer
@@ -180,6 +182,41 @@ def test_edited_card_of_this_machine_is_sent(saved, hub, tmp_path):
     assert files["README.md"] == b"my words" and "README.before-pruning.md" not in files
 
 
+@pytest.mark.parametrize("edit", ["", "\nmy words\n"])
+def test_metadata_of_the_card(edit, saved, hub, tmp_path, caplog):
+    """It changes what is sent, not the folder; a card that nobody edited still is one."""
+    shutil.copytree(saved, tmp_path / "it")
+    (tmp_path / "it" / "README.md").write_text((saved / "README.md").read_text() + edit)
+    before = contents(tmp_path / "it")
+    for _ in range(2):
+        upload(tmp_path / "it", prepare(Destination("me/it", base_model="org/dense", license="apache-2.0")))
+    assert contents(tmp_path / "it") == before
+    files = hub.repositories["me/it"].files()
+    card = files["README.md"].decode()  # pyright: ignore[reportAttributeAccessIssue]
+    data = ModelCard(card).data
+    assert (data.get("base_model"), data.get("license")) == ("org/dense", "apache-2.0")
+    assert edit in card and is_ours(card) == (edit == "")
+    assert "README.before-pruning.md" not in files
+
+
+def test_metadata_is_refused_before_a_repository_is_made(hub):
+    with pytest.raises(InvalidConfig, match="Did you mean 'mit'"):
+        prepare(Destination("me/it", license="MIT"))
+    pruner = Pruner(llama(), tokenizer())
+    pruner.prune(CUT)
+    with pytest.raises(InvalidConfig, match="base_model must be the id"):
+        pruner.push_to_hub("me/it", base_model="/home/me/dense")
+    assert hub.repositories == {}
+
+
+def test_metadata_of_a_model_that_is_pushed(hub):
+    pruner = Pruner(llama(), tokenizer())
+    pruner.prune(CUT)
+    pruner.push_to_hub("me/it", base_model="org/dense", license="mit")
+    data = ModelCard(hub.repositories["me/it"].files()["README.md"].decode()).data  # pyright: ignore
+    assert (data.get("base_model"), data.get("license")) == ("org/dense", "mit")
+
+
 # Where to
 
 
@@ -263,7 +300,15 @@ def test_trying_writes_nothing(hub):
 def test_no_checkpoint(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="is no folder" if folder == "none" else "has no config.json"):
-        check_directory(tmp_path / folder)
+        check_directory(tmp_path / folder, TO)
+
+
+def test_metadata_needs_a_card(saved, tmp_path, hub):
+    (tmp_path / "it").mkdir()
+    shutil.copy(saved / "config.json", tmp_path / "it")
+    check_directory(tmp_path / "it", TO)
+    with pytest.raises(CheckpointError, match=r"has no README\.md"):
+        check_directory(tmp_path / "it", Destination("me/it", license="mit"))
 
 
 # When the Hub fails
