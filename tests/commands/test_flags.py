@@ -17,6 +17,7 @@ MAGNITUDE = PruningConfig(scorer="magnitude", sparsity=0.3, allocation="global",
         "compare --model {} --output {}/out --scorers magnitude random --sparsity 0.3 --evaluate {}/texts.txt",
         "recover --model {} --output {}/out --dataset {}/texts.txt",
         "convert {} --output {}/out",
+        "evaluate {0} --dataset {1}/texts.txt --dense {0} --no-latency",
     ],
 )
 def test_trust_remote_code(command, tmp_path, call_cli, monkeypatch):
@@ -32,6 +33,8 @@ def test_trust_remote_code(command, tmp_path, call_cli, monkeypatch):
     words = command.format(folder, tmp_path, tmp_path).split()
     if words[0] == "recover":
         words += ["--max-steps", "1", "--loss", "lm", "--seq-len", "16", "--trainer-options", "report_to=none"]
+    if words[0] == "evaluate":
+        words += ["--num-samples", "2", "--seq-len", "16"]
     if words[0] == "compare":
         words += ["--evaluate-num-samples", "2", "--evaluate-seq-len", "16"]
     code, _, complaints = call_cli(*words)
