@@ -64,6 +64,7 @@ class RunCommand(Command):
         recovery = read_recovery(args)
         to = destination(args)
 
+        from optimum_prune.calibration.request import model_kind
         from optimum_prune.calibration.sources import open_source
         from optimum_prune.integrations.hub import prepare, upload
         from optimum_prune.integrations.layouts import check_choice
@@ -77,11 +78,10 @@ class RunCommand(Command):
         loading = loading_options(args)
         # Refuse what cannot be before hours of work, not after.
         check_choice(args.layout, args.storage)
-        if args.evaluate is not None:
-            open_source(CalibrationConfig(args.evaluate, **measured))
         skeleton = load_skeleton(args.model, **loading)
         if args.evaluate is not None:
             check_language_model(skeleton, "evaluated")
+            open_source(CalibrationConfig(args.evaluate, **measured), model_kind(skeleton))
         make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
         if recovery is not None:
             if getattr(skeleton.config, "pruning_config", None) is not None:

@@ -214,13 +214,17 @@ def test_runs_are_rows_that_follow_each_other_and_none_twice():
     assert sorted(runs(Stream(texts), request), key=str) == texts
 
 
-def test_windows_of_a_table_hold_texts_that_follow_each_other(model, tokenizer):
+def test_windows_of_a_table_hold_texts_that_follow_each_other_from_random_rows_on(model, tokenizer):
     table = Dataset.from_dict({"text": [f" number {i}" for i in range(500)]})
-    config = CalibrationConfig(table, num_samples=4, seq_len=60)
-    for sample in ids(load_samples(config, model, tokenizer)):
-        numbers = [int(text.rpartition(" ")[2]) for text in tokenizer.decode(sample).split("</s>")[1:-1]]
-        follows = sum(b == a + 1 for a, b in pairwise(numbers))
-        assert len(numbers) >= 3 and follows >= len(numbers) - 3
+    starts = set()
+    for seed in range(3):
+        config = CalibrationConfig(table, num_samples=4, seq_len=60, seed=seed)
+        for sample in ids(load_samples(config, model, tokenizer)):
+            numbers = [int(text.rpartition(" ")[2]) for text in tokenizer.decode(sample).split("</s>")[1:-1]]
+            follows = sum(b == a + 1 for a, b in pairwise(numbers))
+            assert len(numbers) >= 3 and follows >= len(numbers) - 3
+            starts.add(numbers[0])
+    assert len(starts) > 8 and max(starts) > 100
 
 
 def test_spans_of_a_table_are_drawn(t5_tokenizer):

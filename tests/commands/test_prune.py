@@ -210,6 +210,16 @@ def test_evaluation_needs_its_package(refused, monkeypatch):
     assert refused("--sparsity", 0.2, "--evaluate", "text.txt") == message
 
 
+def test_evaluation_data_is_opened_for_the_kind_of_model_before_pruning(refused, tmp_path):
+    t5().save_pretrained(tmp_path / "t5")
+    chat = {"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat))
+    line = refused(
+        "--sparsity", 0.2, "--scorer", "magnitude", "--evaluate", tmp_path / "chats.jsonl", model=tmp_path / "t5"
+    )
+    assert "An encoder-decoder reads questions with answers, not chats as in 'messages'; convert them:" in line
+
+
 def test_evaluation_on_the_models_own_text_is_refused(refused):
     assert "text that the model did not write itself" in refused("--sparsity", 0.2, "--evaluate", "self")
 
