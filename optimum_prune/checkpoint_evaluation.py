@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from optimum_prune.calibration.data import load_samples
+from optimum_prune.calibration.refusals import check_calibration
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.integrations.loading import load_companions, load_model, load_skeleton
@@ -49,7 +50,9 @@ def evaluate_checkpoint(
     """
     check_evaluation(data.source, data.selection)
     shared = {key: value for key, value in kwargs.items() if key not in OWN}
-    check_language_model(load_skeleton(name_or_path, **kwargs), "evaluated")
+    skeleton = load_skeleton(name_or_path, **kwargs)
+    check_language_model(skeleton, "evaluated")
+    check_calibration(data, skeleton, predicts=True, skeleton=True)
     side = None
     if dense is not None:
         if getattr(load_skeleton(dense, **shared).config, "pruning_config", None) is not None:

@@ -265,6 +265,7 @@ class Pruner:
         check_language_model(self.model, "evaluated")
         self._stages.notice_changes()
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
+        data.check_predicts()
         return self._stages.measure(data, batch_size=config.batch_size, latency=latency)
 
     def compare_with(self, dense: DenseSide) -> None:

@@ -47,7 +47,7 @@ def check_calibration(
     tokenizer = tokenizer or getattr(processor, "tokenizer", None)
     request = resolve(config, model, default_seq_len, "first")
     if predicts and request.model == "decoder" and request.seq_len == 1:
-        raise no_second_token("Calibration", 1)
+        raise no_second_token("seq_len=1", 1)
     source = open_fitting(request, model, image_stack)
     if source is not None and not skeleton:
         check_companions(source, request, model, tokenizer, processor)

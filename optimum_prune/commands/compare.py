@@ -52,8 +52,7 @@ class CompareCommand(Command):
         settings = _settings(args)
         check_evaluation(args.evaluate)
 
-        from optimum_prune.calibration.request import model_kind
-        from optimum_prune.calibration.sources import open_source
+        from optimum_prune.calibration.refusals import check_calibration
         from optimum_prune.comparing.running import check_directory
         from optimum_prune.comparing.trials import check_draw, prepare
         from optimum_prune.integrations.loading import load_skeleton
@@ -62,7 +61,7 @@ class CompareCommand(Command):
         loading, options = loading_options(args), evaluation_options(args, next(iter(settings.values())).calibration)
         # Refuse what cannot be before the model is loaded.
         skeleton = load_skeleton(args.model, **loading)
-        open_source(CalibrationConfig(args.evaluate, **options), model_kind(skeleton))
+        check_calibration(CalibrationConfig(args.evaluate, **options), skeleton, predicts=True, skeleton=True)
         check_draw(skeleton, prepare(skeleton, settings, args.sparsities, skeleton=True))
         check_directory(args.output)
         pruner = Pruner.from_pretrained(args.model, **loading)

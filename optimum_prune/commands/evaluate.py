@@ -74,10 +74,8 @@ class EvaluateCommand(Command):
         if args.json not in (None, STDOUT):
             check_json(args.json)
 
-        from optimum_prune.calibration.sources import open_source
         from optimum_prune.checkpoint_evaluation import evaluate_checkpoint  # here, because it brings torch
 
-        open_source(data)
         found = evaluate_checkpoint(args.model, data, dense=args.dense, latency=args.latency, **loading_options(args))
         values = {"version": 1, "evaluations": {name: _finite(evaluation) for name, evaluation in found.items()}}
         if args.json == STDOUT:

@@ -64,8 +64,7 @@ class RunCommand(Command):
         recovery = read_recovery(args)
         to = destination(args)
 
-        from optimum_prune.calibration.request import model_kind
-        from optimum_prune.calibration.sources import open_source
+        from optimum_prune.calibration.refusals import check_calibration
         from optimum_prune.integrations.hub import prepare, upload
         from optimum_prune.integrations.layouts import check_choice
         from optimum_prune.integrations.loading import load_skeleton
@@ -81,7 +80,7 @@ class RunCommand(Command):
         skeleton = load_skeleton(args.model, **loading)
         if args.evaluate is not None:
             check_language_model(skeleton, "evaluated")
-            open_source(CalibrationConfig(args.evaluate, **measured), model_kind(skeleton))
+            check_calibration(CalibrationConfig(args.evaluate, **measured), skeleton, predicts=True, skeleton=True)
         make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
         if recovery is not None:
             if getattr(skeleton.config, "pruning_config", None) is not None:

@@ -68,8 +68,7 @@ class RecoverCommand(Command):
         if args.dense is None:
             check_dense(config, args.control, "Name it by --dense MODEL.")
 
-        from optimum_prune.calibration.request import model_kind
-        from optimum_prune.calibration.sources import open_source
+        from optimum_prune.calibration.refusals import check_calibration
         from optimum_prune.integrations.layouts import check_choice, check_layout, check_padding
         from optimum_prune.integrations.loading import load_skeleton
         from optimum_prune.pruner import Pruner  # here, because it brings torch
@@ -81,7 +80,7 @@ class RecoverCommand(Command):
         check_choice(args.layout, args.storage)
         skeleton = load_skeleton(args.model, **loading)
         if args.evaluate is not None:
-            open_source(CalibrationConfig(args.evaluate, **measured), model_kind(skeleton))
+            check_calibration(CalibrationConfig(args.evaluate, **measured), skeleton, predicts=True, skeleton=True)
         check_layout(skeleton, args.layout, args.class_switch)
         check_apart(config, args.layout)
         if config.dataset is not None:

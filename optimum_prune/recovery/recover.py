@@ -152,7 +152,7 @@ def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibratio
     check_trainer_options(config.trainer_options)
     target_modules(model, config)
     if config.seq_len == 1 and model_kind(model) == "decoder":
-        raise no_second_token("Training", 1)
+        raise no_second_token("seq_len=1", 1)
     for source, _ in shares(config, model, calibration):
         if source == SELF:
             check_generates(model)

@@ -128,6 +128,8 @@ def test_columns_of_calibration_are_none_of_a_text(cli, call_cli, dense, tmp_pat
         ("--scorers ntk --sparsity 0.2 --exclude no", "Setting 'ntk': "),
         ("--scorers ntk --sparsity 0.2 --calibration-source no.txt", "Calibration source 'no.txt' does not exist."),
         ("--scorers ntk --sparsity 0.2 --evaluate no.txt", "Calibration source 'no.txt' does not exist."),
+        ("--scorers ntk --sparsity 0.2 --evaluate-seq-len 1", "seq_len=1: no sample has a second token"),
+        ("--scorers ntk taylor --sparsity 0.2 --calibration-seq-len 1", "seq_len=1: no sample has a second token"),
         ("--scorers ntk --sparsity 0.2 --evaluate self", "text that the model did not write itself"),
         ("--scorers ntk --sparsity 0.2 --model no/such", "no/such cannot be loaded"),
         ("--settings no.yaml", "Recipe 'no.yaml' cannot be read: No such file or directory."),

@@ -128,6 +128,7 @@ def test_where_it_is_loaded_to(cli, monkeypatch):
     [
         ("pruned", "the following arguments are required: --dataset"),
         ("--dataset text.txt", "the following arguments are required: MODEL"),
+        ("pruned --dataset text.txt --seq-len 1", "seq_len=1: no sample has a second token"),
         ("pruned --dataset no.txt", "source 'no.txt' does not exist."),
         ("pruned --dataset self", "text that the model did not write itself"),
         ("pruned --dataset text.txt --num-samples 0", "num_samples must be an integer >= 1, got 0."),

@@ -115,6 +115,8 @@ def test_command_is_installed_as_it_is_written():
         ("--spars 0.2", "unrecognized arguments: --spars 0.2."),  # no abbreviations
         ("--sparsity 0.2 --layout pad", "argument --layout: invalid choice: 'pad'"),
         ("--sparsity 0.2 --layout padded --storage packed", "layout='padded' does not go with storage='packed': "),
+        ("--sparsity 0.2 --evaluate texts.txt --evaluate-seq-len 1", "seq_len=1: no sample has a second token"),
+        ("--sparsity 0.2 --calibration-seq-len 1", "seq_len=1: no sample has a second token"),
         ("--sparsity 0.2 --evaluate no.txt", "Calibration source 'no.txt' does not exist."),
         (
             "--sparsity 0.2 --evaluate-num-samples 3 --evaluate-seq-len 9",

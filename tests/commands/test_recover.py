@@ -100,6 +100,7 @@ def test_help_has_every_field(cli):
         ("--trainer-options max_steps=3", "trainer_options cannot set max_steps; say it by max_steps."),
         ("--trainer-options optim=adamwx", "trainer_options are refused by TrainingArguments: adamwx"),
         ("--teacher-top-k 3", "teacher_top_k has no meaning with loss 'lm'"),
+        ("--evaluate text.txt --evaluate-seq-len 1", "seq_len=1: no sample has a second token"),
         ("--evaluate no.txt", "Calibration source 'no.txt' does not exist."),
         ("--evaluate-seq-len 3", "--evaluate-seq-len has no meaning without --evaluate SOURCE."),
         ("--layout padded --storage packed", "layout='padded' does not go with storage='packed'"),
