@@ -13,7 +13,7 @@ from optimum_prune.integrations.card import model_card
 from optimum_prune.integrations.layouts import PICTURES, Written
 from optimum_prune.integrations.loading import write_report
 from optimum_prune.integrations.metadata import derived_from, inherited_metadata
-from optimum_prune.integrations.signature import is_ours, spare_name
+from optimum_prune.integrations.signature import spare_name
 from optimum_prune.measurements import Evaluation
 from optimum_prune.plots.pictures import save_pictures
 from optimum_prune.recovery.adapter import FOLDER
@@ -95,16 +95,13 @@ class Companions:
     def _keep_words(self, folder: Path) -> None:
         """Keep a `README.md` that the new card replaces, if this package did not write it, or somebody edited it."""
         card = self.target / "README.md"
-        content = card.read_bytes() if card.is_file() else None
-        if content is None or is_ours(content.decode("utf-8", "replace")):
-            return
 
         def read(name: str) -> bytes | None:
             found = [place / name for place in (folder, self.target) if (place / name).exists()]
             return found[0].read_bytes() if found else None
 
-        if name := spare_name(content, read):
-            (folder / name).write_bytes(content)
+        if card.is_file() and (name := spare_name(card.read_bytes(), read)):
+            shutil.copyfile(card, folder / name)
             logger.warning(
                 "README.md in %s was not written by this package, or edited since: it is kept as %s.", self.target, name
             )

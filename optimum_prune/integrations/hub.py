@@ -135,11 +135,12 @@ def upload(directory: str | Path, to: Destination) -> str:
     with _asking(f"Uploading to {to.repo_id}", then):
         listed = api.list_repo_files(to.repo_id, revision=to.revision)
         card = _read(to, "README.md") if "README.md" in listed else None
+        if card is not None and "README.md" in sent:
+            contents |= _kept_words(to, contents, listed, card)
         commit = api.create_commit(
             to.repo_id,
             [
                 *(CommitOperationAdd(name, content) for name, content in contents.items()),
-                *(CommitOperationAdd(name, content) for name, content in _kept_words(to, contents, listed, card)),
                 *(CommitOperationDelete(name) for name in _stale(sent, listed, card)),
             ],
             commit_message=to.commit_message or "Upload a model pruned by optimum_prune",
@@ -252,31 +253,20 @@ def _stale(sent: Collection[str], listed: Collection[str], card: bytes | None) -
     left = [name for name in listed if name not in sent]
     folders = (f"{PICTURES}/", f"{FOLDER}/") if f"{FOLDER}/{CONFIG}" in listed else (f"{PICTURES}/",)
     stale = [name for name in left if STALE.fullmatch(name) or name.startswith(folders)]
-    return [*stale, "README.md"] if "README.md" in left and _is_ours(card) else stale
+    return [*stale, "README.md"] if "README.md" in left and card is not None and is_ours(card) else stale
 
 
-def _kept_words(
-    to: Destination, sent: Mapping[str, bytes | Path], listed: Collection[str], card: bytes | None
-) -> list[tuple[str, bytes]]:
-    """Return name and content under which somebody's `README.md` is kept, which would be replaced."""
+def _kept_words(to: Destination, sent: Mapping[str, Any], listed: list[str], card: bytes) -> dict[str, bytes]:
+    """Return name -> content of somebody's `README.md` that would be replaced."""
 
     def read(name: str) -> bytes | None:
-        if name not in sent:
-            return _read(to, name) if name in listed else None
-        content = sent[name]
-        return content if isinstance(content, bytes) else content.read_bytes()
+        content = sent.get(name) or (_read(to, name) if name in listed else None)
+        return content.read_bytes() if isinstance(content, Path) else content
 
-    if card is None or "README.md" not in sent or _is_ours(card) or card == read("README.md"):
-        return []
-    name = spare_name(card, read)
-    if name is None:
-        return []
+    if (name := spare_name(card, read)) is None:
+        return {}
     logger.warning("README.md of %s was not written by this package, or edited since: kept as %s.", to.repo_id, name)
-    return [(name, card)]
-
-
-def _is_ours(card: bytes | None) -> bool:
-    return card is not None and is_ours(card.decode("utf-8", "replace"))
+    return {name: card}
 
 
 def _read(to: Destination, name: str) -> bytes | None:
@@ -304,9 +294,7 @@ def _command(directory: Path, to: Destination) -> str:
     """Return the shell command that uploads once more; the token is that of the shell."""
     words = ["optimum-cli", "prune", "push", str(directory), to.repo_id]
     words += ["--private"] if to.private else []
-    words += ["--revision", to.revision] if to.revision else []
     words += ["--create-pr"] if to.create_pr else []
-    words += ["--commit-message", to.commit_message] if to.commit_message else []
-    words += ["--base-model", to.base_model] if to.base_model else []
-    words += ["--license", to.license] if to.license else []
+    for name in ("revision", "commit_message", "base_model", "license"):
+        words += [f"--{name.replace('_', '-')}", value] if (value := getattr(to, name)) else []
     return shlex.join(words)

@@ -244,7 +244,7 @@ def _written(form: _Form, folder: Path, storage: str) -> Written:
 def _is_stale(path: Path) -> bool:
     """Tell what of an old checkpoint would speak of other weights; files that transformers never reads stay."""
     if path.name == "README.md":
-        return path.is_file() and is_ours(path.read_text(encoding="utf-8", errors="replace"))
+        return path.is_file() and is_ours(path.read_bytes())
     if path.name == FOLDER:
         return is_adapter(path)
     if path.name == PICTURES:

@@ -21,26 +21,30 @@ def sign_(card: ModelCard) -> None:
     card.text = f"{card.text}\n\n{_MARK.format(digest=_digest(str(card)))}\n"
 
 
-def is_ours(text: str) -> bool:
+def is_ours(card: str | bytes) -> bool:
     """Tell whether a card is as this package wrote it; blanks at the end of lines and empty lines do not count."""
+    text = card.decode("utf-8", "replace") if isinstance(card, bytes) else card
     mark = _MARKS.search(text)
     return mark is not None and mark[1] == _digest(_MARKS.sub("", text))
 
 
-def spare_name(content: bytes, read: Callable[[str], bytes | None]) -> str | None:
-    """Return a name under which somebody's `README.md` is kept; None where it is already kept under one.
+def spare_name(card: bytes, read: Callable[[str], bytes | None]) -> str | None:
+    """Return a name under which a `README.md` is to be kept that would be replaced.
 
     Args:
-        content: of that file.
-        read: returns the content of a file, None where none has that name.
+        card: content of that file.
+        read: returns the content of a file that will be there, `README.md` among them; None where none has that name.
+
+    Returns:
+        None where nothing would be lost: this package wrote it, or the content is there already.
     """
+    if is_ours(card) or card == read("README.md"):
+        return None
     for number in count(1):
         name = f"README.before-pruning{f'-{number}' if number > 1 else ''}.md"
         found = read(name)
-        if found is None:
-            return name
-        if found == content:
-            return None
+        if found is None or found == card:
+            return name if found is None else None
     raise AssertionError  # count() has no end
 
 
