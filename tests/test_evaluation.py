@@ -254,7 +254,7 @@ class TestRefusals:
 
     def test_nothing_to_predict(self):
         model = llama()
-        model.forward = None  # found without a forward
+        model.forward = None  # pyright: ignore[reportAttributeAccessIssue]  # refused without a forward
         for call in (dense_reference, evaluate_model):
             with pytest.raises(CalibrationError, match="no sample has a second token"):
                 call(model, samples(1, 1))
