@@ -34,8 +34,6 @@ def deep(name: str):
     """Return a variant whose stacks have `DEPTH` layers."""
     if name.startswith("t5"):
         return VARIANTS[name](num_layers=DEPTH, num_decoder_layers=DEPTH)
-    if name.startswith("llava"):
-        return None
     return VARIANTS[name](num_hidden_layers=DEPTH)
 
 
