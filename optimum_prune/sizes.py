@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimum_prune.adapters.base import Stack
+from optimum_prune.batching import guard_batching_
 from optimum_prune.biases import EXTRA, add_, extra, switches
 from optimum_prune.binding import BoundGroup, BoundStack, adapter_for, bind, named_linears, stacks
 from optimum_prune.configs import (
@@ -90,8 +91,9 @@ def describe_(model: PreTrainedModel) -> str:
     if uniform is not None and why_not_stock(model) is None:
         for stack in declared:
             assign(stack_configs(model, stack), uniform[stack.config] | _constants(model, stack))
+        guard_batching_(model)
         return "stock"
-    widest = _widest(bind(model), sizes)
+    widest = _widest(model, declared, sizes)
     for stack in declared:
         assign(stack_configs(model, stack), _constants(model, stack) | widest[stack.config])
     plugin: dict[str, Any] = dict(COMPACT)
@@ -114,6 +116,7 @@ def describe_(model: PreTrainedModel) -> str:
             config.allow_global_per_layer_attribute_access = True
             config.per_layer_config = theirs
     model.config.quantization_config = plugin
+    guard_batching_(model)
     return "compact"
 
 
@@ -133,12 +136,8 @@ def why_not_stock(model: PreTrainedModel) -> str | None:
     uniform = _uniform(declared, sizes)
     if uniform is None:
         return _why_uneven(declared, sizes)
-    config = copy.deepcopy(model.config)
-    make_plain_(config, declared)
     try:
-        for stack in declared:
-            assign([stack_config(config, stack)], uniform[stack.config] | _constants(model, stack))
-        skeleton = build_skeleton(type(model), type(config).from_dict(config.to_dict()))
+        skeleton = _built(model, declared, uniform)
     except Exception as error:  # a class may refuse a config in any way it likes; each one means "cannot say this"
         return refusal(error)
     expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
@@ -172,6 +171,7 @@ def resize_(model: PreTrainedModel) -> None:
                 f"to {group.counts()}. The config does not belong to these weights, or was edited."
             )
     _add_biases_as_told(model)
+    guard_batching_(model)
 
 
 def refusal(error: Exception) -> str:
@@ -195,6 +195,15 @@ def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     """Build a model of `config` on the meta device: shapes and names, no memory."""
     with torch.device("meta"):
         return model_class(config)
+
+
+def _built(model: PreTrainedModel, declared: Sequence[Stack], counts: Mapping[str, dict[str, int]]) -> PreTrainedModel:
+    """Build a skeleton of the model's class from its config, with other counts, by sub-config."""
+    config = copy.deepcopy(model.config)
+    make_plain_(config, declared)
+    for stack in declared:
+        assign([stack_config(config, stack)], counts[stack.config] | _constants(model, stack))
+    return build_skeleton(type(model), type(config).from_dict(config.to_dict()))
 
 
 def _skip_as_told(model: PreTrainedModel) -> None:
@@ -297,15 +306,38 @@ def _why_uneven(declared: Sequence[Stack], sizes: Sizes) -> str:
     return "; ".join(reasons)
 
 
-def _widest(bound: Sequence[BoundGroup], sizes: Sizes) -> dict[str, dict[str, int]]:
-    """Return, by sub-config, the largest count of every attribute that may be written globally."""
+def _widest(model: PreTrainedModel, declared: Sequence[Stack], sizes: Sizes) -> dict[str, dict[str, int]]:
+    """Return, by sub-config, the largest count of every attribute that may be written globally.
+
+    Of head counts, a class may refuse many. One on which all layers agree is written where the class takes it, since
+    transformers sizes the cache of continuous batching by it.
+    """
     widest: dict[str, dict[str, int]] = {}
-    for group in bound:
-        counts = widest.setdefault(group.declared.config, {})
-        if not group.group.keep_global:
-            for name in group.group.counts:
-                counts[name] = max(counts.get(name, 0), sizes[group.declared.path][group.layer][name])
-    return widest
+    equal: dict[str, dict[str, int]] = {}
+    for group in bind(model):
+        layers = sizes[group.declared.path].values()
+        own, agreed = group.declared.config, equal.setdefault(group.declared.config, {})
+        counts = widest.setdefault(own, {})
+        for name in group.group.counts:
+            found = {layer[name] for layer in layers if name in layer}
+            if not group.group.keep_global:
+                counts[name] = agreed[name] = max(counts.get(name, 0), *found)
+            elif group.group.cached and len(found) == 1:
+                agreed[name] = max(found)
+    return equal if equal != widest and _builds_cached(model, declared, equal) else widest
+
+
+def _builds_cached(model: PreTrainedModel, declared: Sequence[Stack], counts: Mapping[str, dict[str, int]]) -> bool:
+    """Tell whether the class takes these counts, and builds the groups whose keys and values are cached as they are."""
+    try:
+        skeleton = _built(model, declared, counts)
+    except Exception:  # a class may refuse a config in any way it likes
+        return False
+    live, built = (
+        {group.name: [linear.weight.shape for linear in group.linears] for group in bind(some) if group.group.cached}
+        for some in (model, skeleton)
+    )
+    return live.items() <= built.items()
 
 
 def _constants(model: PreTrainedModel, stack: Stack) -> dict[str, int | bool]:

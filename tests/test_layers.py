@@ -16,6 +16,7 @@ LAYERS = [
     {"allocation", "bounds", "masks", "objectives", "quantiles", "scales", "solvers", "compensation"}
     | {"adapters", "scorers"},
     {
+        "batching",
         "binding",
         "wrapping",
         "biases",
