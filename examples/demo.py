@@ -21,7 +21,7 @@ OUTPUT = Path("demo-output")
 MODEL = OUTPUT / "smollm2-taylor20"
 PROBE = OUTPUT / "probe.safetensors"
 PROMPT = "What is the difference between a list and a tuple in Python?"
-# Python's own manual, every second topic: what calibrates and what evaluates never meet.
+# Python's own manual, every second topic. It repeats itself: some passages are in both halves, as the output says.
 TEXTS = [text for _, text in sorted(topics.items())]
 CALIBRATION_TEXTS, EVALUATION_TEXTS = TEXTS[::2], TEXTS[1::2]
 

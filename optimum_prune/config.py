@@ -71,9 +71,10 @@ def describe_source(source: Any) -> str:
 
 
 def describe_origin(data: dict[str, Any]) -> str:
-    """Name the source of loaded data, with the rows that a stream was drawn from."""
+    """Name the source of loaded data, with its split and the rows that a stream was drawn from."""
+    split = f", split {data['split']}" if data.get("split") else ""
     first = f" (drawn from its first {rows:,} rows)" if (rows := data.get("first_rows")) else ""
-    return f"{data['source']}{first}"
+    return f"{data['source']}{split}{first}"
 
 
 def check_columns(text: str | None, target: str | None) -> None:

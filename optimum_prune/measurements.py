@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from importlib.util import find_spec
 from statistics import median
@@ -75,6 +75,7 @@ class Evaluation:
         prefill_tokens: length of the prompt that was timed.
         decode_tokens: new tokens that were timed.
         timed_at: start of the timing, ISO 8601 with time zone; the same for models that were timed in turn.
+        context: sentences on what the data has in common with the data of calibration and training.
     """
 
     perplexity: float
@@ -94,6 +95,7 @@ class Evaluation:
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
     timed_at: str | None = None
+    context: list[str] = field(default_factory=list)
 
     @property
     def loss(self) -> float:
@@ -163,7 +165,7 @@ def comparison(evaluations: Mapping[str, Evaluation]) -> str:
     if len(evaluations) == 1:
         rows = rows[1:]  # a single column needs no heading
     lines = [*align(rows), f"measured on {describe_data(final.data)}; {final.machine}"]
-    return "\n".join([*lines, *filter(None, [timing_note(evaluations)])])
+    return "\n".join([*lines, *final.context, *filter(None, [timing_note(evaluations)])])
 
 
 def timing_note(evaluations: Mapping[str, Evaluation]) -> str:

@@ -13,6 +13,7 @@ from optimum_prune import registry
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.calibration.data import CalibrationData, load_samples
 from optimum_prune.calibration.gradients import check_head
+from optimum_prune.calibration.passages import passages
 from optimum_prune.calibration.request import resolve
 from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.configs import describe_ties_
@@ -157,7 +158,8 @@ def _asked(calibration: CalibrationConfig, model: PreTrainedModel, scorer: Score
 def _described(data: CalibrationData | None, selection: Selection | None) -> dict[str, Any] | None:
     if data is None:
         return None
-    return data.to_dict() | ({"selection": selection.to_dict()} if selection else {})
+    selected = {"selection": selection.to_dict()} if selection else {}
+    return data.to_dict() | selected | {"passages": passages(data.rows())}
 
 
 def load_scorer(config: PruningConfig) -> Scorer:

@@ -13,6 +13,7 @@ from optimum_prune.calibration.data import load_samples
 from optimum_prune.comparing.results import Comparison
 from optimum_prune.comparing.running import compare
 from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.context import context, seen_by
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.fetching import HUB_KWARGS
 from optimum_prune.integrations.at_load import report_at_load
@@ -248,7 +249,8 @@ class Pruner:
         Before pruning this measures the dense model, and keeps of it what the KL takes: one model is in memory then
         and later. After pruning the dense model is measured too, if it was not measured on the same data and can be
         loaded again (it can after `from_pretrained`); both models are in memory then, and are timed in turn. Without a
-        dense model there is no KL, and a warning says so.
+        dense model there is no KL, and a warning says so. So it does where the data is, or holds text of, the data
+        that the model was calibrated or trained on.
 
         Args:
             dataset: any source of `CalibrationConfig`; its first samples are used.
@@ -266,7 +268,10 @@ class Pruner:
         self._stages.notice_changes()
         data = load_samples(config, self.model, self.tokenizer, processor=self.processor, order="first")
         data.check_predicts()
-        return self._stages.measure(data, batch_size=config.batch_size, latency=latency)
+        found = self._stages.measure(data, batch_size=config.batch_size, latency=latency)
+        found = replace(found, context=context(seen_by(self.report), data))
+        self.evaluations[self._stages.now] = found
+        return found
 
     def compare_with(self, dense: DenseSide) -> None:
         """Compare later evaluations with a dense model that was measured before; see `evaluate_checkpoint`."""

@@ -251,6 +251,15 @@ def test_others_have_passes_of_their_own(model, passed):
     assert passed == [["afr"], ["afr"], ["taylor"], ["taylor"], ["wanda"], ["random"], ["random"]]
 
 
+def test_what_is_measured_was_calibrated_on(model, tmp_path, caplog):
+    found = compare(model, [cut("wanda")], replace(DATA, num_samples=2))
+    (sentence,) = found.dense.context
+    assert sentence.startswith("Measured on the data that the model was calibrated on (in-memory: 6 token lists, ")
+    assert "100% of the measured passages" in sentence and sentence in caplog.messages
+    assert sentence in str(found) and sentence in found.to_markdown()
+    assert compare(model, [cut("random")], HELD_OUT).dense.context == []
+
+
 def test_costs(compared):
     rows = {row.setting: row for row in compared.rows}
     turns = {"steps", "steps, bias", "steps, least squares", "unstructured", "global", "2:4"}

@@ -52,6 +52,7 @@ LAYERS = [
         "selection",
         "report",
         "measurements",
+        "context",
         "metrics",
         "latency",
         "evaluation",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from optimum_prune.calibration.chats import conversations
 from optimum_prune.calibration.choosing import choose, in_order, is_table, runs
 from optimum_prune.calibration.columns import Source
-from optimum_prune.calibration.files import folder_and_name
+from optimum_prune.calibration.files import folder_and_name, options_of
 from optimum_prune.calibration.images import image_texts
 from optimum_prune.calibration.pairs import pairs, start_token
 from optimum_prune.calibration.patches import check_patches
@@ -181,7 +181,8 @@ def source_name(config: CalibrationConfig) -> str:
     if (folder := folder_and_name(source)) is not None:
         path, name = folder
         return os.path.abspath(path) + (f":{name}" if name else "")
-    return os.path.abspath(source) if os.path.exists(source) else source
+    path = os.path.expanduser(source)
+    return os.path.abspath(path) if os.path.exists(path) else source
 
 
 def reported(request: Request, **loaded: Any) -> CalibrationData:
@@ -192,7 +193,11 @@ def reported(request: Request, **loaded: Any) -> CalibrationData:
     """
     seen, asked = request.seen, request.config.num_samples
     data = CalibrationData(
-        seq_len=request.seq_len, source=source_name(request.config), texts=seen["texts"] or None, **loaded
+        seq_len=request.seq_len,
+        source=source_name(request.config),
+        split=request.config.split if "split" in options_of(request.config.source) else None,
+        texts=seen["texts"] or None,
+        **loaded,
     )
     if seen["buffered"]:
         data = replace(data, first_rows=seen["buffered"])

@@ -29,6 +29,7 @@ class CalibrationData:
         start: the token that an encoder-decoder's decoder begins with.
         image_token: the token that stands for a patch of an image in `samples`.
         task: what is asked of the model where that is more than the next token, in words.
+        split: of the source, where it has any.
         first_rows: rows at the start of a stream that the samples were drawn from, where it has more rows.
         begins_with: the BOS token in words, where every sample is a window that begins with it; else None.
     """
@@ -42,6 +43,7 @@ class CalibrationData:
     start: int | None = None
     image_token: int | None = None
     task: str | None = None
+    split: str | None = None
     first_rows: int | None = None
     begins_with: str | None = None
 
@@ -151,8 +153,12 @@ class CalibrationData:
     @property
     def origin(self) -> dict[str, Any]:
         """Where the samples come from, in plain JSON types."""
-        found = {"source": self.source, "begins_with": self.begins_with, "first_rows": self.first_rows}
+        found = {name: getattr(self, name) for name in ("source", "split", "first_rows", "begins_with")}
         return {name: value for name, value in found.items() if value is not None}
+
+    def rows(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield all tensors of each sample: token ids, then target and pixel values where there are any."""
+        return zip(*(kind for kind in (self.samples, self.targets, self.images) if kind is not None), strict=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the samples in plain JSON types, without the samples."""

@@ -146,6 +146,7 @@ class Comparison:
 
     def _remarks(self) -> list[str]:
         lines = [f"measured on {describe_data(without_paths(self.dense.data))}; {self.dense.machine}"]
+        lines += self.dense.context
         if self.calibration is not None:
             lines.append(f"calibration: {describe_data(without_paths(self.calibration))}")
         if any(row.scoring_seconds is None for row in self.rows):

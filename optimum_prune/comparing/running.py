@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.utils.logging import tqdm
 import optimum_prune
 from optimum_prune import checks
 from optimum_prune.calibration.data import CalibrationData, load_samples
+from optimum_prune.calibration.passages import passages
 from optimum_prune.comparing.naming import within
 from optimum_prune.comparing.passes import Passes
 from optimum_prune.comparing.ranks import Ranks, ranks_of, spearman
@@ -20,6 +22,7 @@ from optimum_prune.comparing.results import Comparison, Row
 from optimum_prune.comparing.trials import Trial, load_draw, prepare
 from optimum_prune.comparing.trying import pruned
 from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.context import Seen, context
 from optimum_prune.errors import InvalidConfig, UnsupportedModel
 from optimum_prune.evaluation import DenseReference, dense_reference, evaluate_model
 from optimum_prune.measurements import check_evaluation
@@ -69,12 +72,13 @@ def compare(
     reference = dense_reference(model, held_out, batch_size=evaluation.batch_size)
     if reference is None and (chooser := next((trial.name for trial in trials if trial.selects), None)):
         raise UnsupportedModel(f"Setting {chooser!r}: selection='kl' cannot measure the KL of {type(model).__name__}.")
+    dense = evaluate_model(model, held_out, batch_size=evaluation.batch_size)
     described: dict[str, dict[str, Any]] = {}
     for trial in trials:
         described.setdefault(trial.name, trial.config.to_dict())
     found = Comparison(
         settings=described,
-        dense=evaluate_model(model, held_out, batch_size=evaluation.batch_size),
+        dense=replace(dense, context=context(_seen(data), held_out)),
         rows=[],
         correlations={},
         calibration=_described(data),
@@ -167,6 +171,12 @@ def _correlations(ranks: Mapping[str, Ranks]) -> dict[str, dict[str, float | Non
     if len(ranks) < 2:
         return {}
     return {name: {other: spearman(own, theirs) for other, theirs in ranks.items()} for name, own in ranks.items()}
+
+
+def _seen(data: Sequence[CalibrationData | None]) -> list[Seen]:
+    """Return all that the settings are given; parts of one draw begin with the same samples."""
+    largest = max((part for part in data if part is not None), key=lambda part: len(part.samples), default=None)
+    return [] if largest is None else [Seen("calibrated", [largest.origin], passages(largest.rows()))]
 
 
 def _described(data: Sequence[CalibrationData | None]) -> dict[str, Any] | None:

@@ -110,7 +110,7 @@ class RecoveryReport:
         final = self.merged or self.after
         return {
             "config": without_paths(self.config),
-            "data": without_paths(self.data),
+            "data": without_paths({name: value for name, value in self.data.items() if name != "passages"}),
             "control": self.control is not None,
             "steps": self.steps,
             "held_out_loss": {"before": self.before.lm, "after": final.lm if self.kept else self.before.lm},

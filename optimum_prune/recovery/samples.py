@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from optimum_prune.calibration.passages import passages
 from optimum_prune.calibration.samples import padded
 from optimum_prune.objectives import IGNORED
 
@@ -74,7 +75,13 @@ class TrainingData:
             **counts(self.train),
             "held_out": len(self.held_out),
             "fingerprint": self.fingerprint,
+            "passages": passages(map(self._row, [*self.train, *self.held_out])),
         }
+
+    def _row(self, sample: Features) -> tuple[Tensor, ...]:
+        """Return what `CalibrationData.rows` has of the same sample."""
+        names = ("input_ids", "pixel_values") if self.start is None else ("input_ids", "labels")
+        return tuple(sample[name] for name in names if name in sample)
 
 
 def counts(samples: Sequence[Features]) -> dict[str, int]:

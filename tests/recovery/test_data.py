@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from optimum_prune.calibration.columns import Source
 from optimum_prune.calibration.data import load_samples
+from optimum_prune.calibration.passages import passages
 from optimum_prune.calibration.request import resolve
 from optimum_prune.config import CalibrationConfig
 from optimum_prune.errors import CalibrationError
@@ -688,6 +689,7 @@ def test_the_description_is_plain_json(load, text_file):
         "trained_tokens": 630,
         "held_out": 1,
         "fingerprint": data.fingerprint,
+        "passages": passages((sample["input_ids"],) for sample in everything(data)),
     }
 
 
