@@ -133,6 +133,12 @@ class DepthTargets(RankedTargets):
         paths = {pool.found.path for pool in self.pools}
         check_prunable(model, [group for group in bind(model) if group.stack in paths])
 
+    def rehearse_(self, skeleton: PreTrainedModel, config: PruningConfig) -> None:
+        """Cut the skeleton that the targets were found in, by scores that mean nothing: as many layers go."""
+        layers = [layer for pool in self.pools for layer in pool.layers]
+        scores = {layer.name: torch.tensor(float(layer.layer), dtype=torch.float32, device="cpu") for layer in layers}
+        self.cut_(skeleton, self.choose(scores))
+
     def score(
         self, model: PreTrainedModel, scorer: Scorer, data: CalibrationData | None, config: PruningConfig
     ) -> dict[str, Tensor]:

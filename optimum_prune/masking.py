@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from optimum_prune.biases import only_for_now, settle_, without
+from optimum_prune.biases import add_, complete_, only_for_now, settle_, without
 from optimum_prune.binding import BoundGroup, bind, check_patterns, check_prunable, is_targeted, matches, select
 from optimum_prune.calibration.data import CalibrationData
 from optimum_prune.calibration.devices import moved
@@ -89,6 +89,14 @@ class MaskTargets:
         """Refuse weights that cannot be pruned, before anything is touched."""
         names = {target.name for target in self.targets}
         check_prunable(model, [group for group in bind(model) if names & set(group.linear_names)])
+
+    def rehearse_(self, skeleton: PreTrainedModel, config: PruningConfig) -> None:
+        """Create all biases that the run may create in the skeleton that the targets were found in."""
+        if config.induction is not None and config.induction.allow_bias:
+            for target in self.targets:
+                add_(target.linear)
+            complete_(skeleton)
+            describe_(skeleton)
 
     @torch.no_grad()
     def prune_(

@@ -19,8 +19,10 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.configs import describe_ties_
 from optimum_prune.depth import DepthTargets, find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
+from optimum_prune.integrations.forms import check_writable_
 from optimum_prune.masking import MaskTargets, find_mask_targets
 from optimum_prune.padded import check_unpadded
+from optimum_prune.planning.layout import skeleton_of
 from optimum_prune.ranked import difference
 from optimum_prune.report import PruningReport
 from optimum_prune.scorers.base import Scorer
@@ -74,6 +76,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
     targets = find_targets_of(model, config, scorer)
     targets.check(model)
     check_unpadded(model)
+    rehearse(model, config, scorer)
     parameters = model.num_parameters()
     data = selection = None
     if needs_data(config, scorer):
@@ -142,6 +145,26 @@ def find_targets_of(
     if scorer.needs_gradients:
         check_head(model)
     return targets
+
+
+def rehearse(
+    model: PreTrainedModel, config: PruningConfig, scorer: Scorer, layout: str = "auto", class_switch: bool = False
+) -> None:
+    """Write on trial what a save of the pruned model will write beside the weights.
+
+    Args:
+        model: left as it was; a skeleton will do.
+        config: of the run.
+        scorer: of the config.
+        layout: as for `save_checkpoint`.
+        class_switch: likewise.
+
+    Raises:
+        CheckpointError: the model's class or config refuses what would be written.
+    """
+    skeleton = skeleton_of(model)
+    FIND_TARGETS[config.kind](skeleton, config, scorer).rehearse_(skeleton, config)
+    check_writable_(skeleton, layout, class_switch)
 
 
 def needs_data(config: PruningConfig, scorer: Scorer) -> bool:

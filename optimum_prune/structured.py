@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -131,6 +132,18 @@ class Targets(RankedTargets):
             kept = self.choose(found, kept or None, step / config.steps)
             self._make_up_(model, kept, data, config)
         return kept, ranking
+
+    def rehearse_(self, skeleton: PreTrainedModel, config: PruningConfig) -> None:
+        """Cut the skeleton that the targets were found in, by scores that mean nothing: about as much goes."""
+        kept: dict[str, Tensor] = {}
+        for pool in self.pools:
+            groups = [group for entry in pool.entries for group in entry]
+            scores = {
+                group.name: torch.arange(group.num_units, dtype=torch.float32, device="cpu") + group.layer
+                for group in groups
+            }
+            kept |= replace(pool, combine=None).choose(scores)
+        self.cut_(skeleton, kept)
 
     @property
     def _changing(self) -> list[Tensor]:

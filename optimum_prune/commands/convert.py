@@ -34,7 +34,8 @@ class ConvertCommand(Command):
         check_output(args.output, args.model)
         card_options(args)
 
-        from optimum_prune.integrations.layouts import check_choice, check_stock
+        from optimum_prune.integrations.forms import check_layout
+        from optimum_prune.integrations.layouts import check_choice
         from optimum_prune.integrations.loading import load_skeleton
         from optimum_prune.pruner import Pruner  # here, because it brings torch
 
@@ -48,8 +49,8 @@ class ConvertCommand(Command):
                 f"{args.model} holds no pruned model (its config.json has no pruning_config), so there is nothing to "
                 "convert. Prune it first: optimum-cli prune run."
             )
-        if args.layout == "stock" and record.get("layout") != "padded":  # how wide that is, only the weights tell
-            check_stock(skeleton, args.class_switch)
+        # How wide layers are without their padding, only the weights tell.
+        check_layout(skeleton, "auto" if record.get("layout") == "padded" else args.layout, args.class_switch)
         pruner = Pruner.from_pretrained(args.model, **loading)
         if args.layout != "padded":
             pruner.unpad()

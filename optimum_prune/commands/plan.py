@@ -40,10 +40,10 @@ class PlanCommand(Command):
         from optimum_prune.integrations.loading import load_skeleton
         from optimum_prune.planning.planner import make_plan  # here, because it brings torch
 
+        how = {"layout": args.layout, "class_switch": args.class_switch}
         plan = make_plan(
-            load_skeleton(args.model, **loading_options(args)), config, args.tensor_parallel, skeleton=True
+            load_skeleton(args.model, **loading_options(args)), config, args.tensor_parallel, skeleton=True, **how
         )
-        plan.check_layout(args.layout, args.class_switch)
         if args.json is not None:
             write_json(args.json, plan.to_dict())
         print(plan)

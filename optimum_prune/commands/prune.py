@@ -81,7 +81,7 @@ class RunCommand(Command):
         if args.evaluate is not None:
             check_language_model(skeleton, "evaluated")
             check_calibration(CalibrationConfig(args.evaluate, **measured), skeleton, predicts=True, skeleton=True)
-        make_plan(skeleton, config, skeleton=True).check_layout(args.layout, args.class_switch)
+        make_plan(skeleton, config, skeleton=True, layout=args.layout, class_switch=args.class_switch)
         if recovery is not None:
             if getattr(skeleton.config, "pruning_config", None) is not None:
                 how = "Prune first, then use `optimum-cli prune recover` with --dense MODEL."

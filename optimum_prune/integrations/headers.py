@@ -68,6 +68,18 @@ def check_all(skeleton: PreTrainedModel, files: Iterable[str | Path], *, packed:
     _compare(expected, shapes_unpacked(stored, expected) if packed else stored)
 
 
+def check_same(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Compare every tensor of a skeleton with the model that it was built for.
+
+    Raises:
+        CheckpointError: names the first tensor that differs.
+    """
+    built, live = (
+        {name: tuple(tensor.shape) for name, tensor in found.state_dict().items()} for found in (skeleton, model)
+    )
+    _compare(built, live)
+
+
 def expected_shapes(model: PreTrainedModel, prefix: str = "") -> Shapes:
     """Shapes that a checkpoint of `model` holds, under the names on disk; a tied tensor counts once.
 

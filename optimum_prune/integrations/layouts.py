@@ -6,28 +6,24 @@ which is larger.
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from optimum_prune.class_switch import offer, switched, switched_name
 from optimum_prune.configs import METHOD, block, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
 from optimum_prune.integrations.directories import replacing
+from optimum_prune.integrations.forms import Form, form_of, read_back
 from optimum_prune.integrations.headers import check_all
 from optimum_prune.integrations.ordering import in_order
 from optimum_prune.integrations.packing import STORAGE, STORAGES, save_packed
-from optimum_prune.integrations.padding import pad
 from optimum_prune.integrations.signature import is_ours
 from optimum_prune.padded import is_padded
 from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import FOLDER, is_adapter
-from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_padded, why_not_stock
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +55,6 @@ class Written:
     weight_bytes: int
     architecture: str
     parameters: int
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What is written: a model, or a skeleton that stands for it, with the weights where they are not its own."""
-
-    layout: str
-    model: PreTrainedModel
-    state: Mapping[str, Tensor] | None = None
 
 
 def save_checkpoint(
@@ -108,7 +95,7 @@ def save_checkpoint(
         CheckpointError: it cannot be written there, or would not load again.
     """
     check_choice(layout, storage)
-    form = _form(model, layout, class_switch, kwargs.pop("state_dict", None))
+    form = form_of(model, layout, class_switch, kwargs.pop("state_dict", None))
     if form.layout == "padded":
         check_padding(model, storage)
     if record := getattr(form.model.config, "pruning_config", None):
@@ -124,7 +111,7 @@ def save_checkpoint(
             companions(folder, _written(form, folder, storage))
         except PruningError:
             raise
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # of the disk, and of whatever code the model's own class brings
             raise CheckpointError(f"Saving to {directory} failed, and nothing was changed there: {error}") from error
     return form.layout
 
@@ -159,73 +146,7 @@ def check_padding(model: PreTrainedModel, storage: str) -> None:
         )
 
 
-def check_layout(model: PreTrainedModel, layout: str, class_switch: bool = False) -> None:
-    """Refuse a layout that cannot hold what has the sizes and biases of a model, before hours of work and not after.
-
-    Args:
-        model: a skeleton will do.
-        layout: as for `save_checkpoint`.
-        class_switch: likewise.
-
-    Raises:
-        InvalidConfig: with the reason, and what would do.
-    """
-    if layout == "stock":
-        check_stock(model, class_switch)
-    if layout == "padded" and why_not_stock(model) is not None and (reason := why_not_padded(model)) is not None:
-        raise InvalidConfig(f"layout='padded' is not possible: {reason}. Use layout='compact'.")
-
-
-def check_stock(model: PreTrainedModel, class_switch: bool = False) -> None:
-    """Refuse the layout `"stock"` for what no plain config can say.
-
-    Args:
-        model: a skeleton will do.
-        class_switch: whether the plain config may be that of another class.
-
-    Raises:
-        InvalidConfig: with the reason, and what would do.
-    """
-    reason = why_not_stock(model)
-    if reason is None:
-        return
-    other = switched_name(model)
-    if not (class_switch and other):
-        padded = "" if why_not_padded(model) else "layout='padded', "
-        raise InvalidConfig(
-            f"layout='stock' is not possible: {reason}. Use {offer(other)}layout='compact', {padded}or prune "
-            "to what the class can say; Pruner.plan() tells (equal sizes in every layer, and a number of heads that "
-            "it takes)."
-        )
-
-
-def _form(model: PreTrainedModel, layout: str, class_switch: bool, state: Mapping[str, Tensor] | None) -> _Form:
-    """Choose what is written.
-
-    Raises:
-        InvalidConfig: the layout cannot hold the model.
-    """
-    if describe_(model) == "stock":
-        return _Form("padded" if is_padded(model) else "stock", model, state)
-    if class_switch and layout in ("auto", "stock"):
-        try:
-            return _stand_in("stock", model, switched(model), state or model.state_dict())
-        except InvalidConfig as error:
-            logger.warning("class_switch=True changes nothing: %s.", error)
-    if layout == "stock":
-        check_stock(model)
-    return _stand_in("padded", model, *pad(model, state)) if layout == "padded" else _Form("compact", model, state)
-
-
-def _stand_in(layout: str, model: PreTrainedModel, skeleton: PreTrainedModel, state: Mapping[str, Tensor]) -> _Form:
-    """Make a skeleton write what `model` would write beside the weights."""
-    skeleton.to(dtype=model.dtype)  # pyright: ignore[reportCallIssue]
-    if model.can_generate():
-        skeleton.generation_config = model.generation_config
-    return _Form(layout, skeleton, state)
-
-
-def _write(form: _Form, folder: Path, storage: str, **kwargs: Any) -> str:
+def _write(form: Form, folder: Path, storage: str, **kwargs: Any) -> str:
     """Write config and weights; return the storage."""
     kwargs["state_dict"] = in_order(form.model.state_dict() if form.state is None else form.state)
     if storage == "packed" and save_packed(form.model, folder, form.layout, **kwargs):
@@ -236,7 +157,7 @@ def _write(form: _Form, folder: Path, storage: str, **kwargs: Any) -> str:
     return "dense"
 
 
-def _written(form: _Form, folder: Path, storage: str) -> Written:
+def _written(form: Form, folder: Path, storage: str) -> Written:
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return Written(form.layout, storage, weight_bytes, type(form.model).__name__, form.model.num_parameters())
 
@@ -258,13 +179,6 @@ def verify_checkpoint(model_class: type[PreTrainedModel], folder: Path) -> None:
     Raises:
         CheckpointError: names the tensor that would not load.
     """
-    # AutoConfig would ask on stdin about a type that is code of its own
-    config = (model_class.config_class or AutoConfig).from_pretrained(folder)
-    ours = block_method(config) == METHOD
-    try:
-        skeleton = build_skeleton(model_class, config)
-    except Exception as error:  # whatever the class says, it is what a user would meet when loading
-        raise CheckpointError(f"The config as written builds no {model_class.__name__}: {error}") from error
-    if ours:
-        resize_(skeleton)
-    check_all(skeleton, sorted(folder.glob("*.safetensors")), packed=ours and block(config).get(STORAGE) == "packed")
+    skeleton = read_back(model_class, folder)
+    packed = block_method(skeleton.config) == METHOD and block(skeleton.config).get(STORAGE) == "packed"
+    check_all(skeleton, sorted(folder.glob("*.safetensors")), packed=packed)

@@ -5,12 +5,12 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from optimum_prune import registry
@@ -74,9 +74,9 @@ def load_model(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
 def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any) -> PreTrainedModel:
     """Build what `load_model` would load, without its weights: names, shapes, dtypes and ties, on the meta device.
 
-    Of files with weights only the headers are read, and of a Hub repository only `config.json` is fetched, and the
-    headers where it has safetensors (of a GGUF the file, which is all that there is). Only a folder tells whether two
-    weights that the config ties differ: both are read then.
+    Of files with weights only the headers are read, and of a Hub repository only `config.json` and
+    `generation_config.json` are fetched, and the headers where it has safetensors (of a GGUF the file, which is all
+    that there is). Only a folder tells whether two weights that the config ties differ: both are read then.
 
     Args:
         name_or_path: a Hub id or a local directory.
@@ -100,6 +100,10 @@ def load_skeleton(name_or_path: str | Path, *, dtype: Any = None, **kwargs: Any)
             stored = stored_shapes(files) or hub_shapes(name_or_path, **shared)
         skeleton, info = load_on_meta(_resolved(loader, config, shared), config, stored, dtype)
         _keep_float32_(skeleton)
+        if skeleton.can_generate() and "gguf_file" not in shared:
+            with suppress(OSError):  # without a file of its own, it is made of the config, as above
+                where = {key: value for key, value in shared.items() if key in HUB_KWARGS}
+                skeleton.generation_config = GenerationConfig.from_pretrained(name_or_path, **where)
         if stored:
             check_loading(name_or_path, skeleton, info)
             untie_(skeleton, files)

@@ -35,7 +35,7 @@ def pad(model: PreTrainedModel, state: Mapping[str, Tensor] | None = None) -> tu
         InvalidConfig: no plain config of that class has room for every layer.
         UnsupportedModel: a weight is not in memory.
     """
-    skeleton = _wide_skeleton(model)
+    skeleton = wide_skeleton(model)
     small, wide = state or model.state_dict(), skeleton.state_dict()
     if absent := [name for name, tensor in small.items() if tensor.is_meta]:
         raise UnsupportedModel(
@@ -59,10 +59,13 @@ def _widened(weight: Tensor, shape: torch.Size) -> Tensor:
     return wide
 
 
-def _wide_skeleton(model: PreTrainedModel) -> PreTrainedModel:
+def wide_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """Build the narrowest model of the class, on the meta device, whose config is plain and which has room for all.
 
     Of head counts, a class may refuse many (Llama: hidden_size % heads); what the config says globally it takes.
+
+    Raises:
+        InvalidConfig: no plain config of that class has room for every layer.
     """
     config = copy.deepcopy(model.config)
     make_plain_(config, [found.stack for found in stacks(model, adapter_for(model))])

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from optimum_prune.binding import bind
@@ -28,7 +27,8 @@ def depth_outlook(model: PreTrainedModel, targets: DepthTargets, config: Pruning
     """Plan a run of pattern `"layers"`; see `Outlook`."""
     bound = bind(model)
     removed = [cost_of_layers(pool, bound) for pool in targets.pools]
-    skeleton = _some_cut(model, config, scorer)
+    skeleton = skeleton_of(model)
+    find_depth_targets(skeleton, config, scorer).rehearse_(skeleton, config)
     return Outlook(
         groups=[_group(pool, layer) for pool in targets.pools for layer in pool.layers],
         totals=[_total(pool, costs[TARGETED]) for pool, costs in zip(targets.pools, removed, strict=True)],
@@ -53,19 +53,6 @@ def _layout(targets: DepthTargets, skeleton: PreTrainedModel, removed: Sequence[
     if all(cost.exact for costs in removed for cost in costs.values()):  # then blocks are alike, and any will do
         return ask(skeleton)
     return Forecast("undecided", "blocks differ in size, and the scores decide which of them go", {})
-
-
-def _some_cut(model: PreTrainedModel, config: PruningConfig, scorer: Scorer) -> PreTrainedModel:
-    """Cut a skeleton by scores that mean nothing: as many layers go as in the run."""
-    skeleton = skeleton_of(model)
-    targets = find_depth_targets(skeleton, config, scorer)
-    scores = {
-        layer.name: torch.tensor(float(layer.layer), dtype=torch.float32, device="cpu")
-        for pool in targets.pools
-        for layer in pool.layers
-    }
-    targets.cut_(skeleton, targets.choose(scores))
-    return skeleton
 
 
 def _group(pool: DepthPool, layer: Layer) -> PlannedGroup:

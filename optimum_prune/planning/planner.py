@@ -13,7 +13,7 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.masking import MaskTargets
 from optimum_prune.padded import check_unpadded, says_padded
-from optimum_prune.pipeline import REASONS, TOLERANCE, find_targets_of, image_stack, load_scorer, needs_data
+from optimum_prune.pipeline import REASONS, TOLERANCE, find_targets_of, image_stack, load_scorer, needs_data, rehearse
 from optimum_prune.planning.costs import model_costs
 from optimum_prune.planning.depth import depth_outlook
 from optimum_prune.planning.plan import Plan, PlannedTotal
@@ -38,6 +38,8 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase | None = None,
     processor: Any = None,
     skeleton: bool = False,
+    layout: str = "auto",
+    class_switch: bool = False,
 ) -> Plan:
     """Plan a run.
 
@@ -49,9 +51,11 @@ def make_plan(
         processor: of the run.
         skeleton: the model stands for one that is not loaded: weights, tokenizer and processor are not there to be
             refused.
+        layout: that the result is to be saved in; see `Pruner.save_pretrained`.
+        class_switch: likewise.
 
     Raises:
-        PruningError: whatever the run would refuse before it reads data.
+        PruningError: whatever the run would refuse before it reads data, or its save.
     """
     PruningConfig.check_type(config)
     devices = checks.integer(1)("tensor_parallel", tensor_parallel)
@@ -79,7 +83,7 @@ def make_plan(
         outlook = width_outlook(model, targets, devices)
     cut = targets.groups if isinstance(targets, Targets) else []
     before = model_costs(model)
-    return Plan(
+    plan = Plan(
         config=config.to_dict(),
         model_type=adapter_for(model).model_type,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -102,6 +106,9 @@ def make_plan(
             *_undivided(model, {group.name for group in cut}, devices),
         ],
     )
+    plan.check_layout(layout, class_switch)
+    rehearse(model, config, scorer, layout, class_switch)
+    return plan
 
 
 def _left(before: int, removed: Iterable[Range]) -> Range:

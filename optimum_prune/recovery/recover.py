@@ -15,8 +15,10 @@ from optimum_prune.calibration.samples import no_second_token
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
+from optimum_prune.integrations.forms import check_writable_
 from optimum_prune.measurements import describe_machine
 from optimum_prune.modes import as_it_was, plain_defaults
+from optimum_prune.planning.layout import skeleton_of
 from optimum_prune.recovery.adapter import is_adapter
 from optimum_prune.recovery.arguments import check_trainer_options
 from optimum_prune.recovery.checkpoints import checkpoints, digest, writing
@@ -153,6 +155,7 @@ def check_recovery(model: PreTrainedModel, config: RecoveryConfig, *, calibratio
     target_modules(model, config)
     if config.seq_len == 1 and model_kind(model) == "decoder":
         raise no_second_token("seq_len=1", 1)
+    check_writable_(skeleton_of(model))
     for source, _ in shares(config, model, calibration):
         if source == SELF:
             check_generates(model)

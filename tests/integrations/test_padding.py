@@ -316,7 +316,7 @@ def test_what_no_plain_config_has_room_for_is_refused(tmp_path):
 
 
 def test_a_tensor_that_gets_lost_is_found_when_saving(tmp_path, monkeypatch):
-    monkeypatch.setattr("optimum_prune.integrations.layouts.pad", lambda *given: lose(*pad(*given)))
+    monkeypatch.setattr("optimum_prune.integrations.forms.pad", lambda *given: lose(*pad(*given)))
 
     def lose(skeleton, weights):
         del weights["model.layers.1.mlp.up_proj.weight"]
