@@ -133,7 +133,7 @@ def test_row_equals_a_real_run(name, compared, model):
 
 def test_dense_row(compared, model):
     measured = evaluate_model(model, load_samples(HELD_OUT, model, order="first"), batch_size=4)
-    assert compared.dense == measured and compared.measure == "perplexity"
+    assert replace(compared.dense, context=[]) == measured and compared.measure == "perplexity"
 
 
 @pytest.mark.parametrize("build", [t5, VARIANTS["t5-gated"], VARIANTS["opt"], VARIANTS["llava"]])

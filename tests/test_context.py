@@ -127,7 +127,9 @@ def test_all_data_of_a_report():
     assert seen_by(None) == []
 
 
-TEXTS = {name: " ".join(f"w{3 + int(token) % 90}" for token in tokens(1, 700, seed)[0]) for seed, name in enumerate("ab")}
+TEXTS = {
+    name: " ".join(f"w{3 + int(token) % 90}" for token in tokens(1, 700, seed)[0]) for seed, name in enumerate("ab")
+}
 
 
 def test_from_pruning_to_the_page(tmp_path, caplog):

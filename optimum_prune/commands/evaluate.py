@@ -28,8 +28,8 @@ SCHEMA = (
     "--json writes {'version': 1, 'evaluations': {NAME: VALUES}}. NAME is 'dense', 'pruned' or 'recovered'. VALUES: "
     "perplexity; loss and kl (nats per token); accuracy and exact_match (fractions); tokens, sequences, parameters "
     "(counts); weight_bytes; prefill_ms and decode_ms_per_token (medians), prefill_tokens, decode_tokens, timed_at "
-    "(ISO 8601); device, threads, dtype; data (source, samples, tokens, seq_len, fingerprint). What was not measured, "
-    "or is not finite, is null."
+    "(ISO 8601); device, threads, dtype; data (source, samples, tokens, seq_len, fingerprint); context (sentences: is "
+    "it the data that the model was calibrated or trained on). What was not measured, or is not finite, is null."
 )
 
 
