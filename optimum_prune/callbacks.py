@@ -19,7 +19,7 @@ class KeepMasks(TrainerCallback):
     ```
 
     Args:
-        masks: as from `masks_of`; by default the zeros that the model has when training begins.
+        masks: as from `masks_of`; by default the zeros that pruning had made when training begins.
     """
 
     def __init__(self, masks: Mapping[str, Tensor] | None = None):
@@ -35,7 +35,9 @@ class KeepMasks(TrainerCallback):
         model = kwargs["model"]
         masks = masks_of(model) if self.masks is None else self.masks
         if not masks:
-            raise InvalidConfig("KeepMasks has nothing to keep: no linear holds a zero. Prune first, or pass masks.")
+            raise InvalidConfig(
+                "KeepMasks has nothing to keep: no linear holds a zero that pruning made. Prune first, or pass masks."
+            )
         self._kept = match(model, masks)
         self._apply_()
 

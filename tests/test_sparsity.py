@@ -22,11 +22,17 @@ def down(model):
     return named_linears(model)[DOWN].weight
 
 
+def record(pattern, *previous):
+    """Return what a config holds of prunings by these patterns, the latest first."""
+    return {"recipe": {"pattern": pattern}, "previous": [{"recipe": {"pattern": earlier}} for earlier in previous]}
+
+
 # Reading them
 
 
 def test_zeros_are_masks():
     model = llama()
+    model.config.pruning_config = record("unstructured")
     with torch.no_grad():
         down(model)[3, 5] = 0
         down(model)[4, 6] = -0.0
@@ -38,6 +44,51 @@ def test_zeros_are_masks():
 
 def test_a_dense_model_has_none():
     assert masks_of(llama()) == {}
+
+
+@pytest.mark.parametrize(
+    ("described", "kept"),
+    [
+        (None, False),  # dequantised, and not pruned
+        (record("structured"), False),
+        (record("layers", "structured"), False),
+        (record("unstructured"), True),
+        (record("2:4"), True),
+        (record("structured", "2:4"), True),  # zeros first, then units
+        (record("structured") | {"layout": "padded"}, True),
+    ],
+)
+def test_few_zeros_are_kept_where_the_record_says_that_pruning_made_them(described, kept):
+    model = holes(llama(), sparsity=0.125)
+    if described is not None:
+        model.config.pruning_config = described
+    assert masks_of(model).keys() == (named_linears(model).keys() if kept else set())
+
+
+@pytest.mark.parametrize("described", [None, record("structured")])
+def test_many_zeros_are_those_of_others(described):
+    """A quarter of all weights, or of one linear's."""
+    model = holes(llama(), sparsity=0.3)
+    with torch.no_grad():
+        down(model)[down(model) == 0] = 1
+        down(model)[0, 0] = 0
+    model.config.pruning_config = described
+    assert masks_of(model).keys() == named_linears(model).keys()
+    model = holes(llama(), sparsity=0.1)
+    model.config.pruning_config = described
+    with torch.no_grad():
+        down(model)[:, ::3] = 0
+    assert masks_of(model).keys() == {DOWN}
+
+
+def test_the_record_of_a_run_tells(tmp_path):
+    """Of a model with zeros by chance, in memory and loaded again."""
+    for config, kept in ((PruningConfig(scorer="magnitude", sparsity=0.3), False), (halves(), True)):
+        pruner = Pruner(holes(llama(), sparsity=0.1))
+        pruner.prune(config)
+        pruner.save_pretrained(tmp_path / "it")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "it")
+        assert bool(pruner.masks()) == bool(masks_of(again)) == kept
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,12 +16,15 @@ from optimum_prune.errors import InvalidConfig, UnsupportedModel, unknown
 from optimum_prune.recovery.config import MERGING, RecoveryConfig
 from optimum_prune.recovery.masked_linear import masked_layer, updated
 from optimum_prune.sizes import forget_file_
+from optimum_prune.sparsity import pruned_linears
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 _FROZEN = "_frozen_before"
 """Attribute of a PEFT model: names of the parameters that required no gradient before."""
+_PRUNED = "_pruned_before"
+"""Attribute of a PEFT model: names of the linears whose zeros pruning made."""
 
 
 class Update(NamedTuple):
@@ -83,8 +87,10 @@ def attach(model: PreTrainedModel, config: RecoveryConfig) -> "PeftModel":
         target_modules=names,
         task_type=_task(model),
     )
+    pruned = pruned_linears(model)
     if config.merge == "masked":
-        lora._register_custom_module({nn.Linear: masked_layer})  # pyright: ignore[reportArgumentType] - any callable
+        build: Any = partial(masked_layer, {*pruned.values()})
+        lora._register_custom_module({nn.Linear: build})
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     slices = getattr(model.config, "pretraining_tp", None)
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU; to seed all devices would change the user's
@@ -93,6 +99,7 @@ def attach(model: PreTrainedModel, config: RecoveryConfig) -> "PeftModel":
     if slices is not None:
         model.config.pretraining_tp = slices  # PEFT sets it to 1, for classes that once read it
     setattr(tuned, _FROZEN, frozen)
+    setattr(tuned, _PRUNED, {*pruned})
     return tuned
 
 
@@ -113,8 +120,9 @@ def merge_(peft_model: "PeftModel", how: str) -> PreTrainedModel:
 
     Args:
         peft_model: as from `attach`.
-        how: `"masked"` or `"remask"`, by which zeros stay exactly zero, or `"plain"`, by which they are lost. The first
-            two differ in training alone: if that was masked too, the merged model computes what the adapter did.
+        how: `"masked"` or `"remask"`, by which zeros that pruning made stay exactly zero, or `"plain"`, by which they
+            are lost. The first two differ in training alone: if that was masked too, the merged model computes what the
+            adapter did.
 
     Returns:
         The model that was given to `attach`, with its names and flags as before.
@@ -132,8 +140,9 @@ def merge_(peft_model: "PeftModel", how: str) -> PreTrainedModel:
                 f"The update of {name} holds NaN or infinite values: training diverged. Train again with a lower "
                 "learning_rate."
             )
-    for linear, A, B, scale in tqdm(updates.values(), desc="Merging", unit="linear", delay=2):
-        linear.weight.copy_(updated(linear.weight, A, B, scale, masked=how != "plain"))
+    pruned: set[str] = getattr(peft_model, _PRUNED)
+    for name, (linear, A, B, scale) in tqdm(updates.items(), desc="Merging", unit="linear", delay=2):
+        linear.weight.copy_(updated(linear.weight, A, B, scale, masked=how != "plain" and name in pruned))
     return unload_(peft_model)
 
 

@@ -5,6 +5,7 @@ kept beside it. That the sum is computed again for the backward pass is an idea 
 2501.08582), whose other parts are not taken over.
 """
 
+from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +88,20 @@ def masked_linear(x: Tensor, linear: nn.Linear, A: Tensor, B: Tensor, scale: flo
     return result  # pyright: ignore[reportReturnType]
 
 
-def masked_layer(target: nn.Linear, adapter_name: str, **options: Any) -> "Linear | None":
-    """Build the LoRA layer of a linear that holds zeros; None, by which PEFT builds its own, for any other.
+def masked_layer(
+    pruned: Collection[nn.Linear], target: nn.Linear, adapter_name: str, **options: Any
+) -> "Linear | None":
+    """Build the LoRA layer of a linear whose zeros pruning made; None, by which PEFT builds its own, for any other.
 
-    Meant for PEFT's dispatch of custom modules, whose arguments these are.
+    Meant for PEFT's dispatch of custom modules, whose arguments are all but the first.
+
+    Args:
+        pruned: linears whose zeros stay.
+        target: the linear to train.
+        adapter_name: of PEFT.
+        options: of PEFT's layer.
     """
-    holds_zeros = bool(torch.any(target.weight == 0))
-    return _layer_class()(target, adapter_name, **options) if holds_zeros else None
+    return _layer_class()(target, adapter_name, **options) if target in pruned else None
 
 
 @cache

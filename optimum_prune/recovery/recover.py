@@ -1,14 +1,14 @@
 """The recovery on one screen: data, teacher, adapter, training, merge, measurements before and after."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from optimum_prune import processes
-from optimum_prune.binding import named_linears
 from optimum_prune.calibration.devices import is_spread, machine
 from optimum_prune.calibration.request import model_kind
 from optimum_prune.calibration.samples import no_second_token
@@ -30,6 +30,7 @@ from optimum_prune.recovery.report import Losses, RecoveryReport
 from optimum_prune.recovery.sources import SELF, asked_of, shares
 from optimum_prune.recovery.teacher import CachedTeacher, LiveTeacher, Teacher, beside, collating, indexed
 from optimum_prune.recovery.training import train
+from optimum_prune.sparsity import pruned_linears
 from optimum_prune.wrapping import check_language_model
 
 Dense = Callable[[], PreTrainedModel]
@@ -105,7 +106,8 @@ def recover(
         def measure(measured: Any) -> Losses:
             return processes.from_main(objective.measure(measured, held_out, collate, config.batch_size))
 
-        before, zeros = measure(model), _zeros(model)
+        before, pruned = measure(model), pruned_linears(model)
+        zeros = _zeros(pruned)
         with attached(model, config) as adapted:
             parameters = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
             with writing(folder):
@@ -131,7 +133,7 @@ def recover(
         curve=trained.curve,
         trained_parameters=parameters,
         zeros_before=zeros,
-        zeros_after=_zeros(model),
+        zeros_after=_zeros(pruned),
         seconds=time.perf_counter() - start,
         machine=processes.each(describe_machine(**machine(model))),
     )
@@ -228,5 +230,5 @@ def _warnings(report: RecoveryReport, objective: Objective, diverged: int | None
     return found
 
 
-def _zeros(model: PreTrainedModel) -> int:
-    return sum(int((linear.weight == 0).sum()) for linear in named_linears(model).values())
+def _zeros(pruned: Mapping[str, nn.Linear]) -> int:
+    return sum(linear.weight.numel() - int(linear.weight.count_nonzero()) for linear in pruned.values())

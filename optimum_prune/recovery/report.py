@@ -38,7 +38,7 @@ class RecoveryReport:
         curve: rows `{"step", "train"}` and `{"step", "held_out"}`: the trained loss, in nats per predicted token, where
             it was finite.
         trained_parameters: parameters of the adapter.
-        zeros_before: zeros in the linears that can be pruned.
+        zeros_before: zeros that pruning had made; those by chance do not count.
         zeros_after: the same, after the merge.
         seconds: of the whole run.
         machine: where it was trained, in general words.

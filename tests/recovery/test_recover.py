@@ -15,10 +15,10 @@ from datasets import Dataset
 from peft import PeftModel
 from safetensors import SafetensorError
 
-from optimum_prune import processes
+from optimum_prune import PruningConfig, processes
 from optimum_prune.errors import CalibrationError, CheckpointError, InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.pipeline import prune
-from optimum_prune.recovery import lora
+from optimum_prune.recovery import lora, masked_linear
 from optimum_prune.recovery import recover as module
 from optimum_prune.recovery.checkpoints import IDENTITY, LOCK, checkpoints, latest
 from optimum_prune.recovery.recover import check_recovery, recover
@@ -156,6 +156,20 @@ def test_zeros_that_a_plain_merge_loses_are_warned_of():
         f"Merging by 'plain' lost {report.zeros_before - report.zeros_after:,} of {report.zeros_before:,} zeros; "
         "merge='masked' keeps them."
     ]
+
+
+@pytest.mark.parametrize("merge", ["masked", "remask", "plain"])
+def test_zeros_by_chance_are_trained_like_other_weights(merge, monkeypatch):
+    """Those of a dequantised model of which units went: no mask is computed, and nothing is lost that counts."""
+    monkeypatch.setattr(masked_linear, "masked_linear", lambda *_, **__: pytest.fail("a mask was computed"))
+    model = holes(llama(), sparsity=0.1)
+    prune(model, PruningConfig(scorer="magnitude", sparsity=0.3))
+    held = zeros(model)
+    report = recover(model, config(merge=merge))
+    assert report.kept and report.warnings == []
+    assert (report.zeros_before, report.zeros_after) == (0, 0) and "zeros" not in str(report)
+    assert held > 0.05 and zeros(model) < 0.01
+    assert report.merge_gap == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
