@@ -87,7 +87,9 @@ class TestRepeatable:
             rows["input_ids"].append(blank + sample if side == "left" else sample + blank)
             rows["attention_mask"].append(blank + ones if side == "left" else ones + blank)
         models = [llama() for _ in range(2)]
-        prune(models[0], config(scorer=scorer))
+        # Tables draw their rows in another order than lists, and sums in another order may round differently.
+        plain = CalibrationConfig(Dataset.from_dict({"input_ids": SAMPLES}), num_samples=len(SAMPLES))
+        prune(models[0], config(scorer=scorer, calibration=plain))
         padded = CalibrationConfig(Dataset.from_dict(rows), num_samples=len(SAMPLES))
         prune(models[1], config(scorer=scorer, calibration=padded))
         assert bits(models[0]) == bits(models[1])

@@ -38,7 +38,7 @@ def untie_(skeleton: PreTrainedModel, files: Iterable[Path]) -> None:
 
 
 def _name_on_disk(model: PreTrainedModel, name: str) -> str:
-    return next(iter(revert_weight_conversion(model, {name: torch.empty(0, device="meta")})))
+    return next(iter(revert_weight_conversion(model, {name: torch.empty(0, dtype=torch.float32, device="meta")})))
 
 
 def _are_equal(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
