@@ -19,7 +19,7 @@ from optimum_prune.config import CalibrationConfig, PruningConfig
 from optimum_prune.configs import describe_ties_
 from optimum_prune.depth import DepthTargets, find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
-from optimum_prune.integrations.forms import check_writable_
+from optimum_prune.layouts.forms import check_writable_
 from optimum_prune.masking import MaskTargets, find_mask_targets
 from optimum_prune.padded import check_unpadded
 from optimum_prune.planning.layout import skeleton_of

@@ -58,7 +58,7 @@ LAYERS = [
         "evaluation",
         "stages",
     }
-    | {"planning", "comparing", "plots", "recovery"},
+    | {"planning", "comparing", "plots", "recovery", "layouts"},
     {"integrations"},
     {"pruner"},
     {"checkpoint_evaluation"},

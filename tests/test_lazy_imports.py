@@ -65,7 +65,7 @@ ORDERS = [
     # Registration imports these while transformers is being imported: none of them may close the circle.
     "import optimum_prune.surgery; import transformers.modeling_utils",
     "import optimum_prune.sizes; import transformers.modeling_utils",
-    "import optimum_prune.integrations.headers",
+    "import optimum_prune.layouts.headers",
     "import optimum_prune.integrations.card",
 ]
 

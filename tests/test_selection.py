@@ -20,6 +20,7 @@ from optimum_prune import (
     selection,
 )
 from optimum_prune.calibration.data import load_samples
+from optimum_prune.calibration.passages import passages
 from optimum_prune.pipeline import FIND_TARGETS, load_scorer, prune
 from optimum_prune.planning.planner import make_plan
 from optimum_prune.selection import select, widened
@@ -118,7 +119,8 @@ class TestEveryWay:
         assert found["chosen"] == min(range(CANDIDATES), key=expected.__getitem__)
         assert len(set(expected)) > 1 and min(expected) > 0
         chosen = candidates[found["chosen"]]
-        assert report.calibration == chosen.to_dict() | {"selection": found}
+        told = {"selection": found, "passages": passages(chosen.rows())}
+        assert report.calibration == chosen.to_dict() | told
         assert found["tokens"] == held_out.tokens and found["seconds"] > 0
         assert json.loads(json.dumps(found)) == found
 

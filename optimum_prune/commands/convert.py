@@ -34,9 +34,9 @@ class ConvertCommand(Command):
         check_output(args.output, args.model)
         card_options(args)
 
-        from optimum_prune.integrations.forms import check_layout
         from optimum_prune.integrations.layouts import check_choice
         from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.layouts.forms import check_layout
         from optimum_prune.pruner import Pruner  # here, because it brings torch
 
         check_choice(args.layout, args.storage)

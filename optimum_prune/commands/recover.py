@@ -69,9 +69,9 @@ class RecoverCommand(Command):
             check_dense(config, args.control, "Name it by --dense MODEL.")
 
         from optimum_prune.calibration.refusals import check_calibration
-        from optimum_prune.integrations.forms import check_layout
         from optimum_prune.integrations.layouts import check_choice, check_padding
         from optimum_prune.integrations.loading import load_skeleton
+        from optimum_prune.layouts.forms import check_layout
         from optimum_prune.pruner import Pruner  # here, because it brings torch
         from optimum_prune.recovery.arguments import check_trainer_options
         from optimum_prune.recovery.checkpoints import check_directory

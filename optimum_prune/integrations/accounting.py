@@ -20,7 +20,7 @@ from transformers.utils import logging
 from optimum_prune.adapters.base import Adapter
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.errors import CheckpointError
-from optimum_prune.integrations.headers import Shapes
+from optimum_prune.layouts.headers import Shapes
 
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|rope_freqs\.weight)$")
 """Buffers that older versions of transformers, or llama.cpp, stored: every class computes them from its config."""

@@ -11,8 +11,8 @@ from optimum_prune.binding import adapter_for
 from optimum_prune.config import PruningConfig
 from optimum_prune.errors import CheckpointError
 from optimum_prune.integrations.accounting import check_chosen, load_on_meta
-from optimum_prune.integrations.headers import stored_shapes
 from optimum_prune.integrations.loading import load_companions, same_record
+from optimum_prune.layouts.headers import stored_shapes
 from optimum_prune.pipeline import load_scorer, needs_data, prune
 from optimum_prune.report import PruningReport
 

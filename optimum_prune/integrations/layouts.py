@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from optimum_prune.configs import METHOD, block, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, unknown
 from optimum_prune.integrations.directories import replacing
-from optimum_prune.integrations.forms import Form, form_of, read_back
-from optimum_prune.integrations.headers import check_all
-from optimum_prune.integrations.ordering import in_order
-from optimum_prune.integrations.packing import STORAGE, STORAGES, save_packed
 from optimum_prune.integrations.signature import is_ours
+from optimum_prune.layouts.forms import Form, form_of, read_back
+from optimum_prune.layouts.headers import check_all
+from optimum_prune.layouts.ordering import in_order
+from optimum_prune.layouts.packing import STORAGE, STORAGES, save_packed
 from optimum_prune.padded import is_padded
 from optimum_prune.processes import is_main
 from optimum_prune.recovery.adapter import FOLDER, is_adapter

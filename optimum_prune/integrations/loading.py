@@ -19,9 +19,9 @@ from optimum_prune.configs import METHOD, block, block_method, describe_ties_
 from optimum_prune.errors import CheckpointError, InvalidConfig, PruningError, UnsupportedModel
 from optimum_prune.fetching import HUB_KWARGS, cached_commit, fetch, hub_shapes, reachable, unreachable, weight_files
 from optimum_prune.integrations.accounting import check_gguf, check_loading, load_on_meta, model_class
-from optimum_prune.integrations.headers import stored_shapes
-from optimum_prune.integrations.packing import STORAGE
 from optimum_prune.integrations.ties import untie_
+from optimum_prune.layouts.headers import stored_shapes
+from optimum_prune.layouts.packing import STORAGE
 from optimum_prune.measurements import Evaluation
 from optimum_prune.report import PruningReport
 

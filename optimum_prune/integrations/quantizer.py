@@ -17,9 +17,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from optimum_prune.config import PruningConfig
 from optimum_prune.configs import COMPACT, METHOD, PER_LAYER, forget_quantizer_
 from optimum_prune.errors import CheckpointError
-from optimum_prune.integrations import packing
-from optimum_prune.integrations.headers import check_model
-from optimum_prune.integrations.packing import STORAGE, STORAGES
+from optimum_prune.layouts import packing
+from optimum_prune.layouts.headers import check_model
+from optimum_prune.layouts.packing import STORAGE, STORAGES
 from optimum_prune.sizes import resize_
 
 LAYOUTS = ("compact", "stock")

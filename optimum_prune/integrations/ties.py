@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from optimum_prune.configs import describe_ties_
-from optimum_prune.integrations.headers import stored_shapes
+from optimum_prune.layouts.headers import stored_shapes
 
 _ROWS = 4096
 """Rows of an embedding that are compared at a time."""

@@ -15,7 +15,7 @@ from optimum_prune.calibration.samples import no_second_token
 from optimum_prune.calibration.self_sampling import check_generates
 from optimum_prune.calibration.sources import check_options, open_source
 from optimum_prune.errors import InvalidConfig, PruningError, UnsupportedModel
-from optimum_prune.integrations.forms import check_writable_
+from optimum_prune.layouts.forms import check_writable_
 from optimum_prune.measurements import describe_machine
 from optimum_prune.modes import as_it_was, plain_defaults
 from optimum_prune.planning.layout import skeleton_of

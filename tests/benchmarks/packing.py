@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from optimum_prune.binding import named_linears
 from optimum_prune.integrations.layouts import save_checkpoint
-from optimum_prune.integrations.packing import BITMAP
+from optimum_prune.layouts.packing import BITMAP
 from optimum_prune.masks import n_of_m_mask, row_mask
 from tests.benchmarks.smollm2 import load_pruner
 

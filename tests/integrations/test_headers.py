@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForSequenceClassification
 
 from optimum_prune.errors import CheckpointError
-from optimum_prune.integrations.headers import check_all, check_model, expected_shapes, stored_shapes
+from optimum_prune.layouts.headers import check_all, check_model, expected_shapes, stored_shapes
 from tests.models import every_model, llama
 from tests.pruned import unevenly
 

@@ -12,11 +12,11 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, T5Fo
 from optimum_prune import Pruner, PruningConfig
 from optimum_prune.binding import named_linears
 from optimum_prune.errors import CheckpointError, InvalidConfig, UnsupportedModel
-from optimum_prune.integrations import packing
 from optimum_prune.integrations.card import model_card
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.loading import load_skeleton
-from optimum_prune.integrations.packing import BITMAP, pack, shapes_unpacked, unpack
+from optimum_prune.layouts import packing
+from optimum_prune.layouts.packing import BITMAP, pack, shapes_unpacked, unpack
 from optimum_prune.masks import n_of_m_mask
 from optimum_prune.sparsity import masks_of
 from tests.models import VARIANTS, llama, t5, tokens

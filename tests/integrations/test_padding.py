@@ -16,8 +16,8 @@ from optimum_prune.config import PruningConfig
 from optimum_prune.errors import CheckpointError, InvalidConfig, UnsupportedModel
 from optimum_prune.integrations.layouts import save_checkpoint
 from optimum_prune.integrations.loading import load_skeleton
-from optimum_prune.integrations.padding import pad
 from optimum_prune.integrations.unpadding import unpad_
+from optimum_prune.layouts.padding import pad
 from optimum_prune.padded import is_padded
 from optimum_prune.pipeline import prune
 from optimum_prune.planning.planner import make_plan
@@ -316,7 +316,7 @@ def test_what_no_plain_config_has_room_for_is_refused(tmp_path):
 
 
 def test_a_tensor_that_gets_lost_is_found_when_saving(tmp_path, monkeypatch):
-    monkeypatch.setattr("optimum_prune.integrations.forms.pad", lambda *given: lose(*pad(*given)))
+    monkeypatch.setattr("optimum_prune.layouts.forms.pad", lambda *given: lose(*pad(*given)))
 
     def lose(skeleton, weights):
         del weights["model.layers.1.mlp.up_proj.weight"]

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from optimum_prune import CheckpointError, Pruner, PruningConfig
-from optimum_prune.integrations.forms import check_writable_
 from optimum_prune.integrations.layouts import save_checkpoint
+from optimum_prune.layouts.forms import check_writable_
 from optimum_prune.pipeline import prune
 from optimum_prune.planning.layout import skeleton_of
 from optimum_prune.planning.planner import make_plan

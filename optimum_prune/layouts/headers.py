@@ -11,7 +11,7 @@ from transformers.modeling_utils import load_state_dict
 
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.errors import CheckpointError
-from optimum_prune.integrations.packing import shapes_unpacked
+from optimum_prune.layouts.packing import shapes_unpacked
 
 END = "0"
 """Stands for the rest of a tensor's name."""

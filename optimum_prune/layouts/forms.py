@@ -14,8 +14,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from optimum_prune.class_switch import offer, switched, switched_name
 from optimum_prune.configs import METHOD, block_method
 from optimum_prune.errors import CheckpointError, InvalidConfig
-from optimum_prune.integrations.headers import check_same
-from optimum_prune.integrations.padding import pad, wide_skeleton
+from optimum_prune.layouts.headers import check_same
+from optimum_prune.layouts.padding import pad, wide_skeleton
 from optimum_prune.padded import is_padded
 from optimum_prune.planning.layout import skeleton_of
 from optimum_prune.sizes import build_skeleton, describe_, resize_, why_not_padded, why_not_stock

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from optimum_prune.binding import named_linears
 from optimum_prune.configs import COMPACT
 from optimum_prune.errors import CheckpointError, UnsupportedModel
-from optimum_prune.integrations.ordering import in_order
+from optimum_prune.layouts.ordering import in_order
 
 STORAGES = ("dense", "packed")
 STORAGE = "storage"
