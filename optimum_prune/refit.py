@@ -4,6 +4,7 @@ Before anything is sliced: afterwards the columns of the removed units are zero,
 sliced one will.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from optimum_prune.streams import Streams
 from optimum_prune.surgery import cutting, positions
 
 FEW, ENOUGH = 4, 10
-"""Tokens per input of a reader: below the one the report warns, the other is what it asks for."""
+"""Tokens per input of a reader: below the first, report and plan warn; the second is what they advise."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _least_squares(model: PreTrainedModel, refit: Refit, batches: Sequence[Batch
         refit.hold(reader, *least_squares(reader.linear.weight.float(), moment, reader.kept))
 
     walk(model, _linears(refit.readers), batches, _order(model, refit.readers, batches[0]), step, "Compensation")
-    _note_tokens(refit)
+    _note_tokens(refit, batches)
 
 
 def _bias(model: PreTrainedModel, refit: Refit, batches: Sequence[Batch]) -> None:
@@ -208,7 +209,7 @@ def _sequential(model: PreTrainedModel, refit: Refit, batches: Sequence[Batch]) 
     finally:
         for name, weight in dense.items():
             refit.readers[name].linear.weight.data = weight
-    _note_tokens(refit)
+    _note_tokens(refit, batches)
 
 
 METHODS: dict[str, Callable[[PreTrainedModel, Refit, Sequence[Batch]], None]] = {
@@ -257,12 +258,26 @@ def _counted(refit: Refit, reader: Reader, inputs: Iterator[Tensor]) -> Iterator
         yield x
 
 
-def _note_tokens(refit: Refit) -> None:
+def _note_tokens(refit: Refit, batches: Sequence[Batch]) -> None:
     """Note where there is too little data, of the reader that has least for its width."""
     widths = {name: reader.linear.weight.shape[1] for name, reader in refit.readers.items()}
     name = min(widths, key=lambda name: refit.tokens[name] / widths[name])
-    if refit.tokens[name] < FEW * widths[name]:
-        refit.notes.append(
-            f"{refit.tokens[name]} calibration tokens for readers of {widths[name]} inputs: least squares wants "
-            f"{ENOUGH} times as many as inputs ({ENOUGH * widths[name]}); raise num_samples or seq_len."
-        )
+    samples = sum(len(batch["input_ids"]) for batch in batches)
+    refit.notes += few_tokens(refit.tokens[name], widths[name], samples)
+
+
+def few_tokens(tokens: int, inputs: int, samples: int) -> list[str]:
+    """Return a warning where a reader gets fewer than `FEW` calibration tokens for each input; else nothing.
+
+    Args:
+        tokens: of all samples together.
+        inputs: of the reader.
+        samples: number of samples.
+    """
+    if tokens >= FEW * inputs:
+        return []
+    enough = math.ceil(ENOUGH * inputs * samples / tokens)
+    return [
+        f"{tokens:,} calibration tokens for readers of {inputs:,} inputs: least squares gains from more. {ENOUGH} "
+        f"tokens for each input are {enough:,} samples of this length (num_samples={enough})."
+    ]

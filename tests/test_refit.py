@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from optimum_prune.binding import bind, select
 from optimum_prune.calibration.samples import CalibrationData
 from optimum_prune.errors import CalibrationError, InvalidConfig, PruningError, UnsupportedModel
-from optimum_prune.refit import check_compensation, compensate_
+from optimum_prune.refit import check_compensation, compensate_, few_tokens
 from optimum_prune.surgery import slice_
 from tests.models import VARIANTS, inputs, llama, llava, opt, qwen2, t5, tokens
 from tests.test_compensation import stacked
@@ -408,9 +408,16 @@ class TestTokens:
     def test_too_few(self, method):
         _, notes = compensated(llama(), method, batches=[{"input_ids": tokens(2, 60)}])
         assert notes == [
-            "120 calibration tokens for readers of 48 inputs: least squares wants 10 times as many as inputs (480); "
-            "raise num_samples or seq_len."
+            "120 calibration tokens for readers of 48 inputs: least squares gains from more. 10 tokens for each "
+            "input are 8 samples of this length (num_samples=8)."
         ]
+
+    def test_the_advice_is_enough(self):
+        for samples, length, width in ((32, 512, 4864), (2, 60, 48), (7, 100, 8960)):
+            (warning,) = few_tokens(samples * length, width, samples)
+            advised = int(warning.partition("num_samples=")[2].rstrip(")."))
+            assert 10 * width <= advised * length < 10 * width + length
+            assert few_tokens(advised * length, width, advised) == []
 
     @pytest.mark.parametrize("method", SOLVED)
     def test_enough(self, method):

@@ -9,6 +9,7 @@ from optimum_prune import checks
 from optimum_prune.binding import adapter_for, bind
 from optimum_prune.bounds import Range
 from optimum_prune.calibration.refusals import check_calibration
+from optimum_prune.calibration.request import resolve
 from optimum_prune.config import PruningConfig
 from optimum_prune.depth import DepthTargets
 from optimum_prune.masking import MaskTargets
@@ -21,6 +22,8 @@ from optimum_prune.planning.table import percent
 from optimum_prune.planning.width import width_outlook
 from optimum_prune.planning.zeros import zeros_outlook
 from optimum_prune.ranked import difference
+from optimum_prune.refit import few_tokens
+from optimum_prune.scorers.base import Scorer
 from optimum_prune.structured import Targets
 
 NONE = Range(0, 0)
@@ -102,6 +105,7 @@ def make_plan(
             *_differences(outlook.totals, config.kind),
             *targets.notes,
             *outlook.warnings,
+            *_few_tokens(model, targets, config, scorer),
             *([PADDED] if skeleton and says_padded(model) else []),
             *_undivided(model, {group.name for group in cut}, devices),
         ],
@@ -124,6 +128,20 @@ def _differences(totals: Iterable[PlannedTotal], kind: str) -> list[str]:
         if max(total.achieved) > 0  # else it is in the notes, with its reason
         and (total.asked - max(total.achieved) > TOLERANCE or min(total.achieved) - total.asked > TOLERANCE)
     ]
+
+
+def _few_tokens(
+    model: PreTrainedModel, targets: Targets | DepthTargets | MaskTargets, config: PruningConfig, scorer: Scorer
+) -> list[str]:
+    """Word that all samples at their full length are too few tokens for least squares."""
+    if not isinstance(targets, Targets) or targets.compensation not in ("least_squares", "sequential"):
+        return []
+    request = resolve(config.calibration, model, scorer.seq_len, "random")
+    if request.model == "image-text":  # the tokens of images come on top
+        return []
+    widest = max(linear.weight.shape[1] for group in targets.groups for linear in group.readers)
+    samples = config.calibration.num_samples
+    return few_tokens(samples * request.seq_len, widest, samples)
 
 
 def _undivided(model: PreTrainedModel, cut: Collection[str], devices: int) -> list[str]:

@@ -14,7 +14,7 @@ from optimum_prune.evaluation import weight_bytes
 from optimum_prune.planning.planner import make_plan
 from optimum_prune.planning.table import compressed
 from optimum_prune.sizes import why_not_stock
-from tests.models import VARIANTS, inputs, llama, source, t5
+from tests.models import VARIANTS, inputs, llama, source, t5, tokens
 from tests.pruned import unevenly
 
 # What can be counted on a model
@@ -321,3 +321,29 @@ def test_plan_of_an_8b_model_takes_seconds():
     }
     assert plan.totals[0].removed == Range(17, 17)  # METHODS.md 2
     assert plan.gamma == {"model.layers": pytest.approx(3.36)}
+
+
+@pytest.mark.parametrize("compensation", ["auto", "sequential", "none"])
+@pytest.mark.parametrize(("samples", "enough"), [(4, False), (26, True)])
+def test_too_few_tokens_for_least_squares(compensation, samples, enough):
+    calibration = CalibrationConfig(tokens(40, 10).tolist(), num_samples=samples, seq_len=10)
+    config = PruningConfig(scorer="wanda", sparsity=0.4, compensation=compensation, calibration=calibration)
+    words = "calibration tokens for readers of 64 inputs"  # the wider ones of the variant
+    model = llama(intermediate_size=64)
+    planned, done = make_plan(model, config).warnings, prune(model, config).warnings
+    assert any(words in warning for warning in planned) == (compensation != "none" and not enough)
+    assert [w for w in planned if words in w] == [w for w in done if words in w]
+
+
+def test_the_default_calibration_of_wide_models():
+    """32 x 512 tokens: no warning up to 4,096 inputs; beyond, the number of samples that would do."""
+    config = PruningConfig(scorer="taylor", sparsity=0.4, calibration=CalibrationConfig([[5, 6]]))
+
+    def warnings(width):
+        model = llama(intermediate_size=width, num_hidden_layers=1, max_position_embeddings=2048)
+        return [warning for warning in make_plan(model, config).warnings if "calibration tokens" in warning]
+
+    assert warnings(4096) == []
+    (warning,) = warnings(4864)
+    assert warning.startswith("16,384 calibration tokens for readers of 4,864 inputs: ")
+    assert warning.endswith("10 tokens for each input are 95 samples of this length (num_samples=95).")
