@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,20 @@ def stack_configs(model: PreTrainedModel, stack: Stack) -> list[PreTrainedConfig
     models: list[Any] = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
     copies = {id(part.config): part.config for part in models if type(part.config) is type(own)}
     return list(({id(own): own} | copies).values())
+
+
+def own_configs_(model: PreTrainedModel) -> None:
+    """Replace the configs of a model by equal ones of its own: another live model may hold the same objects.
+
+    Modules that held one object hold one object again, so that what is written into a config reaches all of them.
+    """
+    from transformers import GenerationConfig, PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig | GenerationConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
 
 
 def assign(configs: Iterable[PreTrainedConfig], values: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from optimum_prune.calibration.gradients import check_head
 from optimum_prune.calibration.passages import passages
 from optimum_prune.calibration.request import resolve
 from optimum_prune.config import CalibrationConfig, PruningConfig
-from optimum_prune.configs import describe_ties_
+from optimum_prune.configs import describe_ties_, own_configs_
 from optimum_prune.depth import DepthTargets, find_depth_targets, generation_warnings
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.layouts.forms import check_writable_
@@ -90,6 +90,7 @@ def prune(model: PreTrainedModel, config: PruningConfig, tokenizer: Any = None, 
         )
         if config.calibration.selection == "kl":
             data, selection = select(model, targets, scorer, config, data)
+    own_configs_(model)
     groups = targets.prune_(model, scorer, data, config)
     with cutting():  # what is cut without a record could not be saved
         describe_ties_(model)

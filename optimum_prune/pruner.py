@@ -13,6 +13,7 @@ from optimum_prune.calibration.data import load_samples
 from optimum_prune.comparing.results import Comparison
 from optimum_prune.comparing.running import compare
 from optimum_prune.config import CalibrationConfig, PruningConfig
+from optimum_prune.configs import own_configs_
 from optimum_prune.context import context, seen_by
 from optimum_prune.errors import InvalidConfig
 from optimum_prune.fetching import HUB_KWARGS
@@ -237,6 +238,7 @@ class Pruner:
     def _record(self) -> None:
         """Write down in the config what the report says by now."""
         if self.report is not None:
+            own_configs_(self.model)
             self.model.config.pruning_config |= self.report.record()
 
     def masks(self) -> dict[str, Tensor]:

@@ -1,15 +1,18 @@
-"""Configs of models that lost blocks: no number is left that speaks of the blocks that went."""
+"""Configs of models: no number is left that speaks of blocks that went, and no other model shares them."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
 # pyright: reportOptionalMemberAccess=false
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from optimum_prune import CalibrationConfig, PruningConfig, prune
+from optimum_prune import CalibrationConfig, Pruner, PruningConfig, prune
 from optimum_prune.binding import adapter_for, stacks
 from optimum_prune.configs import FIRST_LAYERS, LISTS, PERIODS, kinds_follow_rule, stack_config
 from optimum_prune.surgery import drop_
-from tests.models import VARIANTS, gemma2, gemma3, qwen2, qwen3, source
+from tests.models import VARIANTS, gemma2, gemma3, inputs, llama, qwen2, qwen3, source
+from tests.outputs import load
+from tests.pruned import unevenly
 
 DEPTH = 7
 """Layers of a stack: no other number of the small configs."""
@@ -122,3 +125,63 @@ def test_the_report_warns_where_kinds_no_longer_repeat(sparsity, warned):
     report = prune(model, config)
     assert any("no longer follow the rule" in warning for warning in report.warnings) == warned
     assert kinds_follow_rule(model.config) == (not warned)
+
+
+# Configs that two live models share
+
+
+def held(model):
+    """Return all config objects that any module of a model holds, by id."""
+    values = [value for module in model.modules() for value in vars(module).values()]
+    return {id(value): value for value in values if isinstance(value, PreTrainedConfig | GenerationConfig)}
+
+
+def twin_of(model):
+    """Return a model of the same config objects, and equal weights."""
+    twin = type(model)(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    twin.generation_config = model.generation_config
+    return twin
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_twin_keeps_its_config(name, tmp_path):
+    model = VARIANTS[name]()
+    twin = twin_of(model)
+    assert held(model).keys() & held(twin).keys()
+    before = {key: config.to_dict() for key, config in held(twin).items()}
+    number = len(held(model))
+
+    Pruner(model).prune(PruningConfig(scorer="magnitude", sparsity=0.4, units=["mlp_channel"], round_to=1))
+    assert not held(model).keys() & held(twin).keys()
+    assert len(held(model)) == number  # what was one object is one object
+    assert {key: config.to_dict() for key, config in held(twin).items()} == before
+    for which, each in (("model", model), ("twin", twin)):
+        Pruner(each).save_pretrained(tmp_path / which)
+        again, complaints = load(tmp_path / which)
+        assert complaints == {}
+        with torch.no_grad():
+            assert torch.equal(again(**inputs(each)).logits, each(**inputs(each)).logits)
+
+
+@pytest.mark.parametrize("build", [qwen2, gemma3], ids=["qwen2", "gemma3"])
+def test_a_twin_keeps_its_layers(build, tmp_path):
+    model = build(num_hidden_layers=6)
+    twin = twin_of(model)
+    prune(model, PruningConfig(pattern="layers", scorer="random", sparsity=0.34))
+    assert model.config.num_hidden_layers == 4 and twin.config.num_hidden_layers == 6
+    twin.save_pretrained(tmp_path)
+    again, complaints = load(tmp_path)
+    assert complaints == {}
+    with torch.no_grad():
+        assert torch.equal(again(**inputs(twin)).logits, twin(**inputs(twin)).logits)
+
+
+def test_a_twin_of_a_padded_model_stays_padded(tmp_path):
+    Pruner(unevenly(llama())).save_pretrained(tmp_path / "padded", "padded")
+    model = Pruner.from_pretrained(tmp_path / "padded").model
+    model.config.pruning_config = {"version": 1, "layout": "padded", "recipe": {}}
+    twin = twin_of(model)
+    before = twin.config.to_dict()
+    Pruner(model).unpad()
+    assert model.config.to_dict() != before == twin.config.to_dict()

@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from optimum_prune.binding import adapter_for, bind, stacks
-from optimum_prune.configs import layer_types, stack_config
+from optimum_prune.configs import layer_types, own_configs_, stack_config
 from optimum_prune.padded import is_padded, used
 from optimum_prune.sizes import describe_
 from optimum_prune.skipping import why_not_skip
@@ -20,6 +20,7 @@ def unpad_(model: PreTrainedModel) -> None:
     """
     if not is_padded(model):
         return
+    own_configs_(model)
     for found in stacks(model, adapter_for(model)):
         kinds = layer_types(stack_config(model.config, found.stack))
         zero = [group for group in bind(model) if group.stack == found.path and used(group) == 0]
